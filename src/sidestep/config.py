@@ -1,0 +1,181 @@
+"""Everything a run can be told, with its default: the only home of defaults of the system half.
+
+Keys are TOML sections and names (`rollout.max_lag`). Types are strict (`true` is not 1, "5" is not
+5) and an unknown key is refused. Rules that span several keys are in `config_rules`, and a
+RunConfig that breaks one cannot be built. `config_loading.load_config` reads recipes and says
+where a bad value was written; `config_writing.to_toml` writes a config back.
+
+Paths in a config are relative to the folder the command runs in.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from sidestep.config_rules import find_problem
+
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+Cosine = Annotated[float, Field(ge=-1.0, le=1.0)]
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, strict=True, allow_inf_nan=False
+    )
+
+
+class ModelConfig(Section):
+    """The model that is trained: a Hugging Face causal language model."""
+
+    path: str = Field(
+        "packaged", description="folder or hub name; 'packaged' is the tiny model that ships here"
+    )
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class TaskConfig(Section):
+    """What is asked and how answers are scored."""
+
+    kind: Literal["arithmetic", "jsonl", "function"] = "arithmetic"
+    path: str | None = Field(
+        None,
+        description="JSONL file with `prompt` or `messages`, and `answer` (kinds jsonl, function)",
+    )
+    eval_path: str | None = Field(
+        None, description="JSONL file for evaluation; without it `eval_size` rows are held out"
+    )
+    eval_size: int = Field(200, ge=0, description="rows held out for evaluation")
+    answer_regex: str | None = Field(
+        None,
+        description="its first group (or whole match), last occurrence, is compared with `answer`; "
+        "default: exact match",
+    )
+    function: str | None = Field(
+        None,
+        description="reward function, 'module:name' or 'file.py:name', "
+        "called f(prompts, completions, **columns)",
+    )
+
+
+class EngineConfig(Section):
+    """Where tokens come from."""
+
+    kind: Literal["embedded"] = "embedded"
+    temperature: float = Field(1.0, gt=0.0)
+    max_new_tokens: int = Field(8, ge=1)
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: int = Field(0, ge=0, description="0: all tokens")
+    batch_groups: int | None = Field(
+        None,
+        ge=1,
+        description="groups generated in one batch; a divisor of rollout.groups_per_step, "
+        "which is the default",
+    )
+
+
+class RolloutConfig(Section):
+    """How far rollouts may run ahead of training."""
+
+    lag_mode: Literal["bounded", "exact"] = "bounded"
+    max_lag: int = Field(
+        4, ge=0, description="largest lag in steps (bounded), or the lag itself (exact)"
+    )
+    group_size: int = Field(8, ge=1, description="completions per prompt")
+    groups_per_step: int = Field(64, ge=1, description="groups in one optimizer step")
+    drop_equal_rewards: bool = Field(
+        False,
+        description="drop groups whose rewards are all equal and admit another (bounded mode only)",
+    )
+    timeout_s: float = Field(
+        600.0,
+        gt=0.0,
+        description="a loop that waits longer stops the run and names whom it waits for",
+    )
+
+
+class TrainConfig(Section):
+    """The optimizer and the rhythm of a run."""
+
+    steps: int = Field(120, ge=1)
+    learning_rate: float = Field(5e-4, gt=0.0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    weight_decay: float = Field(0.0, ge=0.0)
+    # Not strict: TOML has lists, no tuples.
+    betas: tuple[Beta, Beta] = Field((0.9, 0.999), strict=False)
+    adam_eps: float = Field(1e-8, gt=0.0)
+    max_norm: float | None = Field(
+        None, gt=0.0, description="clip the gradient's norm to this; absent: no clipping"
+    )
+    micro_batch_size: int | None = Field(
+        None, ge=1, description="sequences per forward pass; absent: all at once"
+    )
+    eval_every: int = Field(20, ge=0, description="steps between evaluations, 0: only at the end")
+    checkpoint_every: int = Field(
+        50, ge=0, description="steps between checkpoints, 0: only at the end and on Ctrl-C"
+    )
+    keep_checkpoints: int = Field(2, ge=1)
+
+
+class LossConfig(Section):
+    """The policy-gradient loss. Equations: docs/losses.md."""
+
+    policy: Literal["ppo"] = Field("ppo", description="ppo: clipped ratio to the anchor")
+    advantage: Literal["grpo"] = "grpo"
+    anchor: Literal["behaviour", "recomputed"] = Field(
+        "behaviour",
+        description="log-probabilities the ratio is taken to; "
+        "recomputed: the current ones, ratio always 1",
+    )
+    correction: Literal["none"] = "none"
+    clip_low: float = Field(0.2, gt=0.0, lt=1.0)
+    clip_high: float = Field(0.2, gt=0.0)
+    aggregation: Literal["token", "sequence", "constant"] = "token"
+    kl_coef: float = Field(0.0, ge=0.0)
+
+
+class ControlConfig(Section):
+    """Arguments of `sidestep.GradientControl`; what they mean: there and docs/method.md."""
+
+    mode: Literal["control", "observe", "off"] = "control"
+    reference: Literal["previous", "ema", "displacement"] = "previous"
+    space: Literal["gradient", "update"] = "gradient"
+    low: Cosine | Literal["calibrate"] = 0.1
+    high: Cosine | Literal["calibrate"] = 0.6
+    strength: Share | Literal["secant", "drift"] = 1.0
+    residual: float | None = Field(None, ge=0.0, lt=1.0)
+    above: Literal["skip", "damp", "project"] = "skip"
+    damp_power: float = Field(2.0, gt=0.0)
+    drift_scale: float = Field(0.1, gt=0.0)
+    max_skips: int = Field(4, ge=0)
+    calibrate_steps: int = Field(50, ge=1)
+    snapshot: Literal["raw", "applied"] = "raw"
+    snapshot_dtype: Literal["float32", "bfloat16"] = "float32"
+    snapshot_device: Literal["same", "cpu"] = "same"
+
+
+class RunConfig(Section):
+    """One run."""
+
+    seed: int = Field(0, ge=0, lt=2**63)
+    model: ModelConfig = ModelConfig()
+    task: TaskConfig = TaskConfig()
+    engine: EngineConfig = EngineConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    train: TrainConfig = TrainConfig()
+    loss: LossConfig = LossConfig()
+    control: ControlConfig = ControlConfig()
+
+    @model_validator(mode="after")
+    def _keep_the_rules(self) -> Self:
+        problem = find_problem(self)
+        if problem is not None:
+            raise PydanticCustomError(
+                "rule", "{message}", {"message": problem.message, "keys": problem.keys}
+            )
+        return self

@@ -1,0 +1,173 @@
+"""Own rows scored by an own reward function in TRL's form: f(prompts, completions, **columns)."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sidestep.errors import RewardError, UsageError
+from sidestep.tasks.imports import load_function
+from sidestep.tasks.rows import load_split, shorten
+from sidestep.types import Example
+
+RESERVED = ("prompts", "completions")
+
+# TRL leaves a column of this name out, because it is not the completion that is scored.
+NOT_PASSED = ("completion",)
+
+TRL_ONLY = ("completion_ids", "completions_ids", "trainer_state", "log_extra", "log_metric")
+"""Arguments that TRL's trainer passes too, and this task does not."""
+
+
+class FunctionTask:
+    """Rows of a JSONL file and `task.function`, which is called with keyword arguments only:
+
+    prompts: list of texts, or of message lists for chat rows.
+    completions: list of texts, or `[{"role": "assistant", "content": text}]` for chat rows.
+    one list per column of the file, None where a row lacks it.
+
+    It returns one finite number per completion. An `async def` function runs in an event loop of
+    its own, so `score` must not be called from a thread in which one is running. Calls never
+    overlap, whatever the threads: a reward function need not be thread-safe.
+
+    Raises UsageError for faulty files, a function that cannot be loaded, or one that cannot be
+    called with the columns there are.
+    """
+
+    def __init__(
+        self, path: str | None, eval_path: str | None, eval_size: int, function: str | None
+    ) -> None:
+        if function is None:
+            raise UsageError(
+                "task.function is not set: task.kind 'function' needs 'module:name' or "
+                "'file.py:name'"
+            )
+        self._name = function
+        self._function = load_function("task.function", function)
+        self.train: Sequence[Example]
+        self.held_out: Sequence[Example]
+        self.train, self.held_out = load_split(path, eval_path, eval_size, needs_answer=False)
+        rows = (*self.train, *self.held_out)
+        names = dict.fromkeys(name for row in rows for name in row.columns)
+        self._columns = tuple(name for name in names if name not in NOT_PASSED)
+        self._check_columns(rows)
+        _check_signature(function, self._function, self._columns)
+        self._lock = threading.Lock()
+
+    def score(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
+        """Raises RewardError if the function raises, or does not return one finite number each."""
+        if not examples:
+            return []
+        arguments = {
+            "prompts": [_own_copy(example.prompt) for example in examples],
+            "completions": [
+                _as_asked(example, completion)
+                for example, completion in zip(examples, completions, strict=True)
+            ],
+        }
+        for name in self._columns:
+            arguments[name] = [_own_copy(example.columns.get(name)) for example in examples]
+        with self._lock:
+            returned = self._call(arguments, examples[0])
+        return self._checked(returned, examples)
+
+    def _call(self, arguments: dict[str, Any], first: Example) -> Any:
+        try:
+            returned = self._function(**arguments)
+            return asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned
+        except (
+            Exception
+        ) as error:  # whatever the user's code raises: name the prompt, keep the cause
+            lines = str(error).strip().splitlines()
+            told = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+            raise self._fault(
+                f"raised {told}", first, of_many="in a call that began with"
+            ) from error
+
+    def _checked(self, returned: Any, examples: Sequence[Example]) -> list[float]:
+        wanted = f"a list of {len(examples)} numbers"
+        if isinstance(returned, str | bytes | dict) or not hasattr(returned, "__len__"):
+            told = f"returned {shorten(str(returned))} ({type(returned).__name__}), not {wanted}"
+            raise self._fault(told, examples[0], of_many="in a call that began with")
+        if len(returned) != len(examples):
+            told = f"returned {len(returned)} rewards, not {len(examples)}"
+            raise self._fault(told, examples[0], of_many="in a call that began with")
+        return [
+            self._finite(value, example) for value, example in zip(returned, examples, strict=True)
+        ]
+
+    def _finite(self, value: Any, example: Example) -> float:
+        if isinstance(value, str | bytes):
+            raise self._fault(f"returned the text {shorten(str(value))}, not a number", example)
+        try:
+            reward = float(value)
+        except (TypeError, ValueError) as error:
+            told = f"returned {shorten(str(value))} ({type(value).__name__}), not a number"
+            raise self._fault(told, example) from error
+        if not math.isfinite(reward):
+            raise self._fault(f"returned {reward}, not a finite number", example)
+        return reward
+
+    def _fault(self, problem: str, example: Example, of_many: str = "for") -> RewardError:
+        prompt = (
+            example.prompt if isinstance(example.prompt, str) else example.prompt[-1]["content"]
+        )
+        return RewardError(
+            f"task.function {self._name!r} {problem}, {of_many} the prompt at {example.source}: "
+            f"{shorten(prompt)}"
+        )
+
+    def _check_columns(self, rows: Sequence[Example]) -> None:
+        for name in RESERVED:
+            if name in self._columns:
+                source = next(row.source for row in rows if name in row.columns)
+                raise UsageError(
+                    f"task.path: {source}: the column `{name}` has the name of an argument that "
+                    "every reward function gets; rename it"
+                )
+
+
+def _check_signature(path: str, function: Callable[..., Any], columns: Sequence[str]) -> None:
+    """Raises UsageError if `function` could not be called with these columns: better now than
+    after the first batch has been sampled."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return  # builtins and the like tell nothing about their arguments
+    try:
+        signature.bind(**dict.fromkeys((*RESERVED, *columns)))
+    except TypeError as error:
+        passed = ", ".join((*RESERVED, *columns))
+        fix = "take what you need and **kwargs for the rest"
+        missing = [name for name in TRL_ONLY if _is_required(signature, name)]
+        if missing:
+            fix = f"{missing[0]} is passed by TRL only, give it a default"
+        raise UsageError(
+            f"task.function {path!r}: cannot be called with ({passed}): {error}; {fix}"
+        ) from error
+
+
+def _is_required(signature: inspect.Signature, name: str) -> bool:
+    parameter = signature.parameters.get(name)
+    return parameter is not None and parameter.default is parameter.empty
+
+
+def _as_asked(example: Example, completion: str) -> str | list[dict[str, str]]:
+    """Text for a text prompt, a message for a chat prompt."""
+    if isinstance(example.prompt, str):
+        return completion
+    return [{"role": "assistant", "content": completion}]
+
+
+def _own_copy(value: Any) -> Any:
+    """A copy that the function may change: the row itself is asked again in the next epoch."""
+    return copy.deepcopy(value)
+
+
+async def _awaited(awaitable: Any) -> Any:
+    return await awaitable

@@ -1,0 +1,1 @@
+"""Where tokens come from: engines behind one protocol, and the channel that brings weights."""

@@ -1,0 +1,96 @@
+"""The engine process: `python -m sidestep.engines.worker`, started by `EmbeddedEngine`.
+
+    stdin  -> frames of calls -> a thread that only reads -> queue -> EngineServer, one at a time
+    stdout <- frames of answers <-----------------------------------------'
+
+The first call starts the model. The reading thread also notices the end of stdin, which means that
+the parent closed the engine or died: the process then ends at once, whatever it is computing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import traceback
+from queue import SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from sidestep.engines.frames import encode_frame, read_frame
+from sidestep.engines.messages import EngineSettings
+from sidestep.errors import EngineError
+
+if TYPE_CHECKING:
+    from sidestep.engines.server import EngineServer
+
+TRACEBACK_LINES = 20
+
+
+def main() -> None:
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C goes to the whole terminal; the parent decides
+    calls_in, answers_out = _take_standard_streams()
+    calls: SimpleQueue[dict[str, Any]] = SimpleQueue()
+    Thread(target=_listen, args=(calls_in, calls), daemon=True).start()
+    server: EngineServer | None = None
+    while True:
+        call = calls.get()
+        try:
+            if server is None:
+                server = _start(call)
+                answer: dict[str, Any] = {"version": server.version}
+            else:
+                answer = server.handle(call)
+            frame = encode_frame({"id": call["id"], **answer})
+        except (
+            Exception
+        ) as error:  # the boundary of the process: every failure is the parent's to raise
+            frame = encode_frame({"id": call["id"], "error": _describe(error)})
+        answers_out.write(frame)
+        answers_out.flush()
+
+
+def _take_standard_streams() -> tuple[BinaryIO, BinaryIO]:
+    """Private copies of stdin and stdout, so that no library's print or read touches a frame."""
+    calls_in = os.fdopen(os.dup(0), "rb")
+    answers_out = os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return calls_in, answers_out
+
+
+def _listen(stream: BinaryIO, calls: SimpleQueue[dict[str, Any]]) -> None:
+    code = 1
+    try:
+        while (call := read_frame(stream)) is not None:
+            calls.put(call)
+        code = 0
+    except EngineError:
+        traceback.print_exc()
+    finally:
+        # Not sys.exit: the main thread may be deep in a computation, and nothing needs cleaning up.
+        os._exit(code)
+
+
+def _start(call: dict[str, Any]) -> EngineServer:
+    # Imported here: torch and transformers take seconds, and the end of stdin must be heard by
+    # then.
+    from sidestep.engines.server import EngineServer
+
+    return EngineServer(EngineSettings(**call["settings"]))
+
+
+def _describe(error: Exception) -> dict[str, str]:
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    return {
+        "type": type(error).__name__,
+        "message": str(error),
+        "traceback": "\n".join(lines[-TRACEBACK_LINES:]),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Between engines and trainer: how far rollouts may run ahead, and how groups become a batch."""

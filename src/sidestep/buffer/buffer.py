@@ -1,0 +1,100 @@
+"""The ledger with waiting: rollouts wait here for places, the trainer for groups. One event loop,
+no threads.
+
+    rollout --admit--> [places] --put / drop--> [groups, in admission order] --take--> train
+       ^                                                                                |
+       +------------------ places freed by drop and step_over --------------------------+
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from sidestep.buffer.ledger import Ledger
+from sidestep.errors import LagError, StalledError
+from sidestep.types import Group
+
+
+class GroupBuffer:
+    """`admit` is woken by `drop` and `step_over`, `take` by `put` and `close`."""
+
+    def __init__(self, ledger: Ledger, *, timeout_s: float) -> None:
+        self.ledger = ledger
+        self.timeout_s = timeout_s
+        self.closed = False
+        self._changed = asyncio.Event()
+
+    async def admit(self, most: int) -> tuple[int, ...]:
+        """Admission indices of up to `most` groups that may start now; waits until there is at
+        least one.
+        """
+        await self._until(
+            lambda: self.ledger.num_admissible > 0,
+            lambda: (
+                f"rollout waited for a place: {self.ledger.num_unfinished} groups unfinished, "
+                f"training on {len(self.ledger.in_training)}"
+            ),
+            # once everything is admitted only a drop makes room: no deadline, the end of the run
+            # cancels the wait
+            deadline=lambda: not self.ledger.all_admitted,
+        )
+        return self.ledger.admit(most)
+
+    def put(self, group: Group) -> None:
+        self.ledger.arrive(group)
+        self._changed.set()
+
+    def drop(self, index: int) -> None:
+        self.ledger.drop(index)
+        self._changed.set()
+
+    async def take(self, version: int) -> tuple[Group, ...] | None:
+        """The next step's groups in admission order, for a trainer at `version`; None once the
+        buffer is closed.
+
+        Raises LagError if a token is older than the bound allows (a bug: the bound holds by
+        construction).
+        """
+        await self._until(lambda: self.closed or self.ledger.ready, self._missing)
+        if self.closed:
+            return None
+        groups = self.ledger.take()
+        for group in groups:
+            lag = version - group.oldest_version
+            if not 0 <= lag <= self.ledger.max_lag:
+                raise LagError(
+                    f"group {group.index} has lag {lag} (version {version}, sampled by "
+                    f"{group.oldest_version}), rollout.max_lag is {self.ledger.max_lag}"
+                )
+        return groups
+
+    def step_over(self) -> None:
+        self.ledger.step_over()
+        self._changed.set()
+
+    def close(self) -> None:
+        """Stop handing out groups: `take` returns None from now on."""
+        self.closed = True
+        self._changed.set()
+
+    def _missing(self) -> str:
+        missing = self.ledger.missing
+        first = f", first {missing[0]}" if missing else ""
+        return f"train waited for groups: {len(missing)} in flight have not arrived{first}"
+
+    async def _until(
+        self,
+        done: Callable[[], bool],
+        describe: Callable[[], str],
+        deadline: Callable[[], bool] = lambda: True,
+    ) -> None:
+        while not done():
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(self.timeout_s if deadline() else None):
+                    await self._changed.wait()
+            except TimeoutError:
+                raise StalledError(
+                    f"{describe()}; nothing changed for rollout.timeout_s = {self.timeout_s:g} s"
+                ) from None

@@ -1,0 +1,288 @@
+"""Run a `GradientControl` inside any torch optimizer's `step()`: one line in a loop of your own.
+
+    optimizer.step()
+        before: unscale (GradScaler with a fused optimizer) -> control -> skip: hide the gradients |
+        damp: scale the rates the optimizer's own step
+        after: put gradients and rates back
+
+With a closure "before" runs between the closure and the update, because only then there are
+gradients.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from sidestep.control.checks import require_step_facts
+from sidestep.control.controller import GradientControl
+from sidestep.control.record import ControlRecord
+
+_controls_in_use: weakref.WeakSet[GradientControl] = weakref.WeakSet()
+
+
+def attach(
+    optimizer: Optimizer,
+    control: GradientControl,
+    max_norm: float | None = None,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+) -> ControlHandle:
+    """Let `control` act in every `optimizer.step()` from now on, once per step; the handle detaches it.
+
+    max_norm: clip here, in every mode; then do not clip in the loop as well.
+    named_parameters: names for the snapshot (`model.named_parameters()`). Without it the
+        optimizer's own names are used if it was built with named parameters, else group and
+        position ("0.3"), which change when parameters are moved between groups.
+
+    Final gradients must be there when `step()` is called: accumulated and reduced. Optimizers that
+    step layer by layer or
+    in chunks are not supported: each of their steps would be taken for a whole one. The hooks are
+    not part of pickled and deep-copied optimizers: a deep copy warns, and wants its own control.
+
+    Raises ValueError: no torch optimizer (or a wrapper without step hooks), LBFGS, an optimizer or
+    a control that is attached already, a parameter missing in `named_parameters`, a wrong max_norm,
+    "damp" without a learning rate.
+    """
+    require_step_facts(max_norm, None, None, None)
+    kind = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer) or "_optimizer_step_pre_hooks" not in vars(optimizer):
+        raise ValueError(
+            f"optimizer: {kind} has no step hooks of torch.optim.Optimizer; if it wraps an optimizer, attach to that one "
+            "(often `.optimizer`)"
+        )
+    if isinstance(optimizer, LBFGS):
+        raise ValueError(
+            f"optimizer: {kind} evaluates many gradients in one step, control needs one"
+        )
+    if any(
+        isinstance(_owner(hook), ControlHandle)
+        for hook in optimizer._optimizer_step_pre_hooks.values()
+    ):
+        raise ValueError(
+            f"optimizer: this {kind} has a control attached: call detach() on its handle first"
+        )
+    if control in _controls_in_use:
+        raise ValueError(
+            "control: attached to another optimizer: use one GradientControl for each, or detach() first"
+        )
+    if control.rules.above == "damp" and any(
+        group.get("lr") is None for group in optimizer.param_groups
+    ):
+        raise ValueError(
+            f"above='damp' scales the learning rate, and this {kind} has a group without 'lr'"
+        )
+    return ControlHandle(optimizer, control, max_norm, _names(optimizer, named_parameters))
+
+
+@dataclass(slots=True)
+class _Step:
+    """One running `step()` and what has to be put back after it."""
+
+    frame: FrameType
+    acted: bool = False
+    grads: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
+    rates: list[tuple[dict[str, Any], Any]] = field(default_factory=list)
+    grad_scale: Tensor | None = None
+
+
+class ControlHandle:
+    """A control at work in an optimizer; made by `attach`."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        control: GradientControl,
+        max_norm: float | None,
+        names: Mapping[int, str],
+    ) -> None:
+        self.control = control
+        self.last: ControlRecord | None = None
+        self._optimizer = optimizer
+        self._max_norm = max_norm
+        self._names = names
+        self._notes: dict[str, Any] = {}
+        self._step: _Step | None = None
+        self._hooks = (
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        )
+        # deepcopy drops hooks without a word; an attribute of the instance is what copy.deepcopy
+        # asks first.
+        vars(optimizer)["__deepcopy__"] = self._copy_optimizer
+        _controls_in_use.add(control)
+
+    def note(
+        self,
+        *,
+        batch: int | str | None = None,
+        lag: float | None = None,
+        drift: float | None = None,
+        behaviour: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Say before `step()` what the coming step is made of; see `GradientControl.apply`. Holds for one step only."""
+        require_step_facts(None, batch, lag, drift)
+        said = {"batch": batch, "lag": lag, "drift": drift, "behaviour": behaviour}
+        self._notes.update({key: value for key, value in said.items() if value is not None})
+
+    def state_dict(self) -> dict[str, Any]:
+        """The control's state (the optimizer's own state_dict does not hold it)."""
+        return self.control.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the control's state; see `GradientControl.load_state_dict`."""
+        self.control.load_state_dict(state)
+
+    def detach(self) -> None:
+        """Take the control out: the optimizer is as if it had never been attached."""
+        self._put_back()
+        for hook in self._hooks:
+            hook.remove()
+        vars(self._optimizer).pop("__deepcopy__", None)
+        _controls_in_use.discard(self.control)
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        caller = sys._getframe(1)
+        if self._step is not None and _is_running(self._step.frame, caller):
+            return None  # step() of a subclass called super().step(): the same step
+        self._put_back()  # a step that raised never came to its post-hook
+        step = self._step = _Step(caller)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._act(step)
+            return None
+        acting = self._acting(closure, step)
+        if len(args) > 1:
+            return (args[0], acting, *args[2:]), kwargs
+        return args, {**kwargs, "closure": acting}
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        step = self._step
+        if step is None or step.frame is not sys._getframe(1):
+            return
+        acted = step.acted
+        self._put_back()
+        if not acted:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() did not call its closure, so the control could not act: call backward() "
+                "yourself and step() without a closure"
+            )
+
+    def _acting(self, closure: Callable[[], Any], step: _Step) -> Callable[[], Any]:
+        """The closure, followed by the control."""
+
+        def closure_then_control() -> Any:
+            if step.acted:
+                raise RuntimeError(
+                    f"{type(self._optimizer).__name__} evaluates its closure more than once in a step: control needs one "
+                    "gradient per step and cannot be attached to it"
+                )
+            loss = closure()
+            self._act(step)
+            return loss
+
+        return closure_then_control
+
+    def _act(self, step: _Step) -> None:
+        step.acted = True
+        self._unscale(step)
+        notes, self._notes = self._notes, {}
+        self.last = self.control.apply(self._named_parameters(), self._max_norm, **notes)
+        if self.last.regime == "skip":
+            # A pre-hook cannot veto the step. Without gradients torch's optimizers touch nothing;
+            # zero gradients would still move weights by momentum and decay.
+            for _, parameter in self._named_parameters():
+                step.grads.append((parameter, parameter.grad))
+                parameter.grad = None
+        elif self.last.step_scale != 1.0:
+            for group in self._optimizer.param_groups:
+                step.rates.append((group, group["lr"]))
+                group["lr"] = group["lr"] * self.last.step_scale
+
+    def _unscale(self, step: _Step) -> None:
+        """Divide out the scale that GradScaler leaves to fused optimizers, and tell the optimizer that it is gone.
+
+        The fused kernels do the same division, so the step is bitwise the same.
+        """
+        scale = getattr(self._optimizer, "grad_scale", None)
+        if not isinstance(scale, Tensor):
+            return
+        with torch.no_grad():
+            for _, parameter in self._named_parameters():
+                if parameter.grad is not None:
+                    parameter.grad.div_(scale.to(parameter.grad.device))
+        step.grad_scale = scale
+        vars(self._optimizer)["grad_scale"] = None
+
+    def _put_back(self) -> None:
+        step, self._step = self._step, None
+        if step is None:
+            return
+        for parameter, grad in step.grads:
+            if parameter.grad is None:
+                parameter.grad = grad
+        for group, rate in step.rates:
+            group["lr"] = rate
+        if step.grad_scale is not None:
+            vars(self._optimizer)["grad_scale"] = step.grad_scale
+
+    def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        for i, group in enumerate(self._optimizer.param_groups):
+            own_names = group.get("param_names")
+            for j, parameter in enumerate(group["params"]):
+                own_name = own_names[j] if own_names else f"{i}.{j}"
+                yield self._names.get(id(parameter), own_name), parameter
+
+    def _copy_optimizer(self, memo: dict[int, Any]) -> Optimizer:
+        warnings.warn(
+            "deepcopy(optimizer) does not copy step hooks: the copy runs without Sidestep's control until you attach one to it",
+            stacklevel=3,
+        )
+        attributes = vars(self._optimizer)
+        this = attributes.pop("__deepcopy__")
+        try:
+            return deepcopy(self._optimizer, memo)
+        finally:
+            attributes["__deepcopy__"] = this
+
+
+def _names(
+    optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
+) -> dict[int, str]:
+    """Name by id of every parameter of the optimizer; empty without names."""
+    if named_parameters is None:
+        return {}
+    names: dict[int, str] = {}
+    for name, parameter in named_parameters:
+        names.setdefault(id(parameter), name)
+    for i, group in enumerate(optimizer.param_groups):
+        for j, parameter in enumerate(group["params"]):
+            if id(parameter) not in names:
+                raise ValueError(
+                    f"named_parameters: parameter {j} of the optimizer's group {i} is not among them"
+                )
+    return names
+
+
+def _is_running(frame: FrameType, current: FrameType | None) -> bool:
+    """Whether `frame` is among the callers of `current`."""
+    while current is not None:
+        if current is frame:
+            return True
+        current = current.f_back
+    return False
+
+
+def _owner(hook: Callable[..., Any]) -> object:
+    return getattr(hook, "__self__", None)

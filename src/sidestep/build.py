@@ -1,0 +1,177 @@
+"""From a config to a finished run: everything is checked, then built, then run. The only importer
+of `trainer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from sidestep.config import RunConfig
+from sidestep.config_writing import to_toml
+from sidestep.control.controller import GradientControl
+from sidestep.diagnostics.environment import environment_facts
+from sidestep.diagnostics.progress import Progress
+from sidestep.diagnostics.recorder import Recorder
+from sidestep.engines.channel import WeightChannel
+from sidestep.engines.embedded import EmbeddedEngine
+from sidestep.errors import CheckpointError, UsageError
+from sidestep.models.loading import (
+    check_model,
+    context_length,
+    load_model,
+    load_tokenizer,
+    resolve_device,
+)
+from sidestep.models.loading import load_config as load_model_config
+from sidestep.run_folder import CONFIG_FILE, check_new, check_resumable, default_run_dir
+from sidestep.tasks.build import make_task
+from sidestep.tasks.prompts import encode_examples
+from sidestep.tasks.protocol import Task
+from sidestep.trainer.checkpoint import Checkpoint, complete_checkpoints, read_checkpoint
+from sidestep.trainer.run import Parts, Run
+from sidestep.trainer.step import Trainer
+from sidestep.types import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a run reads, checked."""
+
+    model_folder: Path
+    tokenizer: Any
+    task: Task
+    prompts: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+    device: torch.device
+
+
+def train(config: RunConfig, run_dir: Path | str | None = None, *, resume: bool = False) -> Path:
+    """Run `config` to its last step in the folder `run_dir`; returns the folder.
+
+    Without `run_dir` a new folder runs/run-<time> is made.
+    With `resume` the run goes on from its newest complete checkpoint. Raises UsageError before any
+    work for wrong input, Interrupted after a stop on request, another SidestepError if the run
+    fails.
+    """
+    run_dir = Path(run_dir) if run_dir else default_run_dir("run", datetime.now())
+    (check_resumable if resume else check_new)(run_dir)
+    inputs = check_inputs(config)
+    checkpoint = newest_checkpoint(run_dir) if resume else None
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / CONFIG_FILE).write_text(to_toml(config), encoding="utf-8")
+    (run_dir / "env.json").write_text(json.dumps(environment_facts(), indent=1), encoding="utf-8")
+    # its bars would write into the live view
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    asyncio.run(_train(config, run_dir, inputs, checkpoint))
+    return run_dir
+
+
+def check_inputs(config: RunConfig) -> Inputs:
+    """Read tokenizer and data, and refuse what cannot work: UsageError names key, file and fix."""
+    try:
+        GradientControl(**config.control.model_dump())
+    except ValueError as error:  # its messages begin with the argument's name
+        raise UsageError(f"control.{error}") from error
+    model_folder = check_model(config.model.path)
+    tokenizer = load_tokenizer(config.model.path)
+    task = make_task(config.task)
+    limits = config.engine.max_new_tokens, context_length(load_model_config(config.model.path))
+    return Inputs(
+        model_folder=model_folder,
+        tokenizer=tokenizer,
+        task=task,
+        prompts=encode_examples(task.train, tokenizer, *limits),
+        held_out=encode_examples(task.held_out, tokenizer, *limits),
+        device=resolve_device(config.model.device),
+    )
+
+
+def newest_checkpoint(run_dir: Path) -> Checkpoint:
+    """The newest complete checkpoint of a run. Raises CheckpointError where there is none."""
+    folders = complete_checkpoints(run_dir / "checkpoints")
+    if not folders:
+        raise CheckpointError(
+            f"{run_dir / 'checkpoints'} holds no complete checkpoint: the run ended before "
+            f"its first one (train.checkpoint_every); start again in another --run-dir"
+        )
+    return read_checkpoint(folders[-1])
+
+
+async def _train(
+    config: RunConfig, run_dir: Path, inputs: Inputs, checkpoint: Checkpoint | None
+) -> None:
+    with contextlib.ExitStack() as stack:
+        channel = WeightChannel(run_dir / "weights")
+        channel.clear()  # what a killed run left
+        stack.callback(channel.close)
+        engine = EmbeddedEngine(
+            model_path=inputs.model_folder,
+            channel=channel.folder,
+            seed=config.seed,
+            device=str(inputs.device),
+            dtype=config.model.dtype,
+        )
+        starting = asyncio.create_task(engine.start())  # imports torch while the model loads here
+        try:
+            trainer = await asyncio.to_thread(build_trainer, config, inputs.device, checkpoint)
+            publish_start(channel, trainer, checkpoint)
+            await starting
+            recorder = stack.enter_context(
+                Recorder(run_dir, resume_step=checkpoint.step if checkpoint else None)
+            )
+            progress = stack.enter_context(
+                Progress(
+                    config.train.steps,
+                    target=str(run_dir),
+                    finished_steps=checkpoint.step if checkpoint else 0,
+                )
+            )
+            parts = Parts(
+                config=config,
+                run_dir=run_dir,
+                task=inputs.task,
+                prompts=inputs.prompts,
+                held_out=inputs.held_out,
+                tokenizer=inputs.tokenizer,
+                trainer=trainer,
+                engine=engine,
+                channel=channel,
+                recorder=recorder,
+                progress=progress,
+            )
+            await Run(parts, checkpoint).run()
+        finally:
+            starting.cancel()
+            await engine.close()
+    trainer.model.save_pretrained(run_dir / "final")
+    inputs.tokenizer.save_pretrained(run_dir / "final")
+
+
+def build_trainer(
+    config: RunConfig, device: torch.device, checkpoint: Checkpoint | None
+) -> Trainer:
+    """Model, optimizer and control; as the checkpoint left them, if there is one."""
+    torch.manual_seed(config.seed)
+    trainer = Trainer(load_model(config.model.path, config.model.dtype, device), config, device)
+    if checkpoint:
+        trainer.load_state_dict(checkpoint.model, checkpoint.trainer)
+    return trainer
+
+
+def publish_start(channel: WeightChannel, trainer: Trainer, checkpoint: Checkpoint | None) -> None:
+    """Put into the channel what the first rollouts ask for."""
+    if checkpoint:
+        for version in sorted(checkpoint.weights):
+            channel.publish(version, checkpoint.weights[version].items())
+    if not channel.has(trainer.version):
+        channel.publish(trainer.version, trainer.model.named_parameters())

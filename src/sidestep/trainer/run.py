@@ -1,0 +1,380 @@
+"""A run on one screen: four loops in one task group, and what each of them waits for.
+
+    rollout    waits for a request slot, then for places in the buffer (freed by train);
+               each of its requests waits for the engine
+    train      waits for the next step's groups (put by a request); trains in a thread,
+               publishes the weights, frees the places
+    evaluate   waits for train to ask; samples with a version that train pinned in the channel
+    save       waits for train to hand over a copy of its state; writes it in a thread
+
+                 +------------------- places freed -------------------+
+                 v                                                     |
+    rollout -> engine -> score -> buffer -> train -> weight channel ---+
+                 ^                                        |
+                 +------------- reads weights ------------+
+
+The first error of any loop ends the run with that error. What is in flight when the last step is
+over is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from sidestep.buffer.buffer import GroupBuffer
+from sidestep.buffer.collate import collate
+from sidestep.buffer.ledger import Ledger
+from sidestep.buffer.prompts import PromptOrder
+from sidestep.config import RunConfig
+from sidestep.diagnostics.progress import Progress
+from sidestep.diagnostics.recorder import Recorder
+from sidestep.engines.channel import WeightChannel
+from sidestep.engines.protocol import Engine, GenerationRequest, Sampling
+from sidestep.errors import Interrupted, StalledError
+from sidestep.losses import grpo_advantages
+from sidestep.tasks.protocol import Task
+from sidestep.trainer.checkpoint import Checkpoint, write_checkpoint
+from sidestep.trainer.metrics import Timings, group_row, step_row
+from sidestep.trainer.rows import PendingRows
+from sidestep.trainer.step import StepReport, Trainer
+from sidestep.types import Group, Prompt
+
+# Requests an engine holds at once: one that runs and one that waits, so that it never idles between
+# them.
+REQUESTS_IN_FLIGHT = 2
+EQUAL_REWARDS = "equal rewards"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a run is made of; `build.py` makes it."""
+
+    config: RunConfig
+    run_dir: Path
+    task: Task
+    prompts: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+    tokenizer: Any
+    trainer: Trainer
+    engine: Engine
+    channel: WeightChannel
+    recorder: Recorder
+    progress: Progress
+
+
+class Run:
+    """State that the loops share. Only train changes `steps_done`, `versions_after` and the
+    trainer.
+    """
+
+    def __init__(self, parts: Parts, checkpoint: Checkpoint | None = None) -> None:
+        self.parts = parts
+        self.config = config = parts.config
+        self.trainer, self.engine, self.channel = parts.trainer, parts.engine, parts.channel
+        self.steps_done = checkpoint.step if checkpoint else 0
+        self.versions_after = checkpoint.versions_after if checkpoint else {0: 0}
+        ledger = Ledger(
+            groups_per_step=config.rollout.groups_per_step,
+            max_lag=config.rollout.max_lag,
+            total_steps=config.train.steps - self.steps_done,
+        )
+        if checkpoint:
+            ledger.load_state_dict(checkpoint.ledger, checkpoint.waiting)
+        self.buffer = GroupBuffer(ledger, timeout_s=config.rollout.timeout_s)
+        self.order = PromptOrder(len(parts.prompts), config.seed)
+        self.rows = PendingRows(parts.recorder.step)
+        self.timings = Timings()
+        self.dropped: list[Group] = []
+        self.evaluations: asyncio.Queue[tuple[int, int]] = asyncio.Queue(maxsize=1)
+        self.saves: asyncio.Queue[Checkpoint] = asyncio.Queue(maxsize=1)
+        self.interrupted = False
+        self.started = time.monotonic() - (checkpoint.elapsed_s if checkpoint else 0.0)
+        self.step_ended = time.monotonic()
+
+    async def run(self) -> None:
+        """Train to the last step. Raises Interrupted after a stop on request, with a checkpoint on
+        disk.
+        """
+        self._handle_signals(True)
+        try:
+            async with asyncio.TaskGroup() as loops:
+                others = [
+                    loops.create_task(self._rollout(), name="rollout"),
+                    loops.create_task(self._evaluate(), name="evaluate"),
+                    loops.create_task(self._save(), name="save"),
+                ]
+                await self._train()
+                await self.evaluations.join()  # theirs are rows of steps that are done
+                await self.saves.join()
+                for loop in others:
+                    loop.cancel()
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
+        finally:
+            self._handle_signals(False)
+            self.rows.abandon()
+        if self.interrupted:
+            await self._stop()
+
+    # ---- the four loops ----
+
+    async def _rollout(self) -> None:
+        slots = asyncio.Semaphore(REQUESTS_IN_FLIGHT)
+        batch_groups = self.config.engine.batch_groups or self.config.rollout.groups_per_step
+        async with asyncio.TaskGroup() as requests:
+            while True:
+                await slots.acquire()
+                self.parts.progress.waiting("rollout", "a free place")
+                with self.timings.measure("wait_for_places_s"):
+                    indices = await self.buffer.admit(batch_groups)
+                self.parts.progress.waiting("rollout", None)
+                request = requests.create_task(self._request(indices))
+                request.add_done_callback(lambda _: slots.release())
+
+    async def _train(self) -> None:
+        for step in range(self.steps_done, self.config.train.steps):
+            self.parts.progress.waiting("train", "groups")
+            with self.timings.measure("wait_for_groups_s"):
+                groups = await self.buffer.take(self.trainer.version)
+            self.parts.progress.waiting("train", None)
+            if groups is None:
+                return
+            report = await asyncio.to_thread(self._step, groups, step)
+            self.steps_done = step + 1
+            self.versions_after[self.steps_done] = report.version
+            self._forget_versions()
+            self.buffer.step_over()
+            await self._after_step(step, groups, report)
+
+    async def _evaluate(self) -> None:
+        while True:
+            step, version = await self.evaluations.get()
+            with self.timings.measure("eval_s"):
+                accuracy = await self._accuracy(version)
+            self.channel.unpin(version)
+            self.rows.evaluated(step, {"accuracy/eval": accuracy})
+            self.parts.progress.evaluated(step, accuracy)
+            self.evaluations.task_done()
+
+    async def _save(self) -> None:
+        while True:
+            checkpoint = await self.saves.get()
+            # a resume keeps the rows of the steps before it: they must be on disk first
+            await self.rows.written(checkpoint.step - 1)
+            await asyncio.to_thread(self._write, checkpoint)
+            self.saves.task_done()
+
+    # ---- what they do ----
+
+    async def _request(self, indices: Sequence[int]) -> None:
+        """Generate, score and hand over the groups of one engine request."""
+        config = self.config
+        prompts = [self.parts.prompts[self.order.prompt_of(index)] for index in indices]
+        requests = [
+            GenerationRequest(index, prompt.token_ids, config.rollout.group_size)
+            for index, prompt in zip(indices, prompts, strict=True)
+        ]
+        sampling = Sampling(
+            temperature=config.engine.temperature,
+            max_new_tokens=config.engine.max_new_tokens,
+            top_p=config.engine.top_p,
+            top_k=config.engine.top_k,
+        )
+        generation = await self._within(
+            self.engine.generate(requests, sampling, version=self._version_for(indices[0])),
+            lambda: f"rollout waited for the engine: groups {indices[0]} to {indices[-1]}",
+        )
+        groups = [
+            Group(index, prompt, completions, generate_s=generation.generate_s / len(indices))
+            for index, prompt, completions in zip(
+                indices, prompts, generation.completions, strict=True
+            )
+        ]
+        with self.timings.measure("reward_s"):
+            groups = await self._within(
+                asyncio.to_thread(self._score, groups),
+                lambda: f"rollout waited for the rewards of groups {indices[0]} to {indices[-1]}",
+            )
+        for group in groups:
+            if config.rollout.drop_equal_rewards and len(set(group.rewards)) == 1:
+                self.dropped.append(group)
+                self.buffer.drop(group.index)
+            else:
+                self.buffer.put(group)
+
+    def _score(self, groups: Sequence[Group]) -> list[Group]:
+        size = self.config.rollout.group_size
+        rewards = self.parts.task.score(
+            [group.prompt.example for group in groups for _ in group.completions],
+            [completion.text for group in groups for completion in group.completions],
+        )
+        return [
+            replace(group, rewards=tuple(rewards[size * i : size * (i + 1)]))
+            for i, group in enumerate(groups)
+        ]
+
+    def _version_for(self, index: int) -> int | None:
+        """Weights that sample a group: exact mode names them, bounded mode takes the newest."""
+        if self.config.rollout.lag_mode == "bounded":
+            return None
+        step = index // self.config.rollout.groups_per_step
+        return self.versions_after[max(0, step - self.config.rollout.max_lag)]
+
+    def _step(self, groups: Sequence[Group], step: int) -> StepReport:
+        """In a thread: one optimizer step, and its weights published."""
+        advantages = grpo_advantages(torch.tensor([group.rewards for group in groups]))
+        batch = collate(groups, advantages.tolist())
+        report = self.trainer.step(batch, step)
+        if report.advanced:
+            with self.timings.measure("weight_sync_s"):
+                self.channel.publish(report.version, self.trainer.model.named_parameters())
+        return report
+
+    def _forget_versions(self) -> None:
+        """Keep the versions that a rollout can still ask for: those after the last max_lag + 1
+        steps.
+        """
+        first = max(0, self.steps_done - self.config.rollout.max_lag)
+        self.versions_after = {k: v for k, v in self.versions_after.items() if k >= first}
+        if self.config.rollout.lag_mode == "exact":
+            self.channel.retain(set(self.versions_after.values()))
+        else:
+            self.channel.retain({self.trainer.version})
+
+    async def _after_step(self, step: int, groups: Sequence[Group], report: StepReport) -> None:
+        """Record the step; hand out an evaluation and a checkpoint where they are due."""
+        now = time.monotonic()
+        self.timings.add("step_s", now - self.step_ended)
+        seconds = self.timings.collect() | {"time/elapsed_s": now - self.started}
+        self.step_ended = now
+        dropped, self.dropped = self.dropped, []
+        row = step_row(step, report, groups, dropped, self.config.rollout.max_lag, seconds)
+        self.parts.recorder.groups(
+            [group_row(group, None, EQUAL_REWARDS) for group in dropped]
+            + [group_row(group, step, None) for group in groups]
+        )
+        self.parts.progress.step(row)
+        evaluate = bool(self.parts.held_out) and self._is_due(self.config.train.eval_every)
+        self.rows.add(row, needs_evaluation=evaluate)
+        if evaluate:
+            self.channel.pin(report.version)
+            await self._within(
+                self.evaluations.put((step, report.version)),
+                lambda: "train waited for the evaluation before this one",
+            )
+        if self._is_due(self.config.train.checkpoint_every):
+            await self._within(
+                self.saves.put(self._checkpoint()),
+                lambda: "train waited for the checkpoint before this one",
+            )
+
+    def _is_due(self, every: int) -> bool:
+        return self.steps_done == self.config.train.steps or (
+            every > 0 and self.steps_done % every == 0
+        )
+
+    async def _accuracy(self, version: int) -> float:
+        """Mean reward of one greedy answer per held-out row; requests as large as the rollouts'."""
+        config, held_out = self.config, self.parts.held_out
+        sampling = Sampling(config.engine.temperature, config.engine.max_new_tokens, greedy=True)
+        size = config.rollout.group_size * (
+            config.engine.batch_groups or config.rollout.groups_per_step
+        )
+        texts: list[str] = []
+        for start in range(0, len(held_out), size):
+            requests = [
+                GenerationRequest(start + i, prompt.token_ids, 1, stream="evaluation")
+                for i, prompt in enumerate(held_out[start : start + size])
+            ]
+            generation = await self._within(
+                self.engine.generate(requests, sampling, version=version),
+                lambda: f"evaluate waited for the engine (version {version})",
+            )
+            texts += [completions[0].text for completions in generation.completions]
+        rewards = await asyncio.to_thread(
+            self.parts.task.score, [prompt.example for prompt in held_out], texts
+        )
+        return sum(rewards) / len(rewards)
+
+    def _checkpoint(self) -> Checkpoint:
+        exact = self.config.rollout.lag_mode == "exact"
+        needed = set(self.versions_after.values()) if exact else set()
+        return Checkpoint(
+            step=self.steps_done,
+            versions_after=dict(self.versions_after),
+            model=self.trainer.copy_of_model(),
+            trainer=self.trainer.state_dict(),
+            ledger=self.buffer.ledger.state_dict(),
+            waiting=self.buffer.ledger.waiting(),
+            weights={version: self.channel.read(version) for version in needed},
+            elapsed_s=time.monotonic() - self.started,
+        )
+
+    def _write(self, checkpoint: Checkpoint) -> Path:
+        return write_checkpoint(
+            checkpoint,
+            self.parts.run_dir / "checkpoints",
+            self.trainer.model,
+            self.parts.tokenizer,
+            self.config.train.keep_checkpoints,
+        )
+
+    # ---- ending ----
+
+    def interrupt(self) -> None:
+        """Stop after the step under way. A second Ctrl-C ends at once."""
+        self.interrupted = True
+        self._handle_signals(False)
+        self.parts.progress.message("stopping: writing a checkpoint (Ctrl-C again to end at once)")
+        self.buffer.close()
+
+    async def _stop(self) -> None:
+        if self.steps_done == self.config.train.steps:
+            return  # every step was done when the request came
+        folder = await asyncio.to_thread(self._write, self._checkpoint())
+        raise Interrupted(
+            f"interrupted after {self.steps_done} of {self.config.train.steps} steps, checkpoint "
+            f"{folder}; go on with: sidestep train --run-dir {self.parts.run_dir} --resume"
+        )
+
+    def _handle_signals(self, ours: bool) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # signals belong to whoever runs the main thread
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if ours:
+                loop.add_signal_handler(number, self.interrupt)
+            else:
+                loop.remove_signal_handler(number)
+
+    async def _within(self, awaitable: Awaitable[T], describe: Callable[[], str]) -> T:
+        """Every wait has an end: after it the run says who waited for whom."""
+        limit_s = self.config.rollout.timeout_s
+        try:
+            async with asyncio.timeout(limit_s) as timeout:
+                return await awaitable
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            raise StalledError(
+                f"{describe()}; no answer in rollout.timeout_s = {limit_s:g} s"
+            ) from None
+
+
+def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error that ended a task group: the one raised first, however deep it is nested."""
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,1 @@
+"""The command line: parse first, import later. `--help` loads no torch."""

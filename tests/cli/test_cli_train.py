@@ -1,0 +1,133 @@
+"""What `sidestep train` hands to a run, and what it refuses before one starts."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from sidestep.config import RunConfig
+from sidestep.config_loading import load_config
+from sidestep.config_writing import to_toml
+from sidestep.packaged_recipes import find_recipe
+
+
+def test_without_arguments_the_packaged_quickstart_runs_in_a_new_dated_folder(sidestep, fake_run):
+    code, out, err = sidestep("train")
+    ((config, run_dir, resume),) = fake_run.calls
+    assert (code, err, resume) == (0, "", False)
+    assert config == load_config(find_recipe("quickstart"))
+    assert re.fullmatch(r"runs/quickstart-\d{8}-\d{6}", str(run_dir))
+    assert out == f"run folder: {run_dir}\nreport: {run_dir}/report.html\n"
+
+
+def test_a_recipe_its_overrides_and_the_run_folder_reach_the_run(sidestep, fake_run):
+    Path("mine.toml").write_text("seed = 5\n[train]\nsteps = 7\n")
+    code, _, _ = sidestep("train", "mine.toml", "--set", "train.steps=9", "--run-dir", "out/a")
+    ((config, run_dir, _),) = fake_run.calls
+    assert (code, config.seed, config.train.steps, run_dir) == (0, 5, 9, Path("out/a"))
+
+
+def test_the_default_run_folder_is_named_after_the_recipe(sidestep, fake_run):
+    sidestep("train", "sync")
+    assert fake_run.calls[0][1].name.startswith("sync-")
+
+
+def test_warnings_come_before_the_run_and_name_their_key(sidestep, fake_run):
+    code, _, err = sidestep("train", "naive-async")
+    assert code == 0
+    assert err.startswith('warning: loss.anchor = "recomputed": the ratio is always 1')
+
+
+def written_run(path="runs/a", **changes) -> Path:
+    run_dir = Path(path)
+    run_dir.mkdir(parents=True)
+    config = load_config(None, [f"{key}={value}" for key, value in changes.items()])
+    (run_dir / "config.toml").write_text(to_toml(config))
+    return run_dir
+
+
+def test_resume_takes_the_config_of_the_run_folder_and_overrides_on_top(sidestep, fake_run):
+    run_dir = written_run(**{"train.steps": 33, "rollout.max_lag": 2})
+    code, _, _ = sidestep("train", "--resume", "--run-dir", str(run_dir), "--set", "train.steps=44")
+    expected = load_config(None, ["train.steps=44", "rollout.max_lag=2"])
+    assert (code, fake_run.calls) == (0, [(expected, run_dir, True)])
+
+
+def test_a_bad_key_in_a_resumed_config_is_refused_with_its_line(sidestep, fake_run):
+    run_dir = written_run()
+    (run_dir / "config.toml").write_text("[train]\nstepz = 1\n")
+    code, _, err = sidestep("train", "--resume", "--run-dir", str(run_dir))
+    assert (code, fake_run.calls) == (2, [])
+    assert err == (
+        "runs/a/config.toml:2: unknown config key 'train.stepz' (did you mean 'train.steps'?)\n"
+    )
+
+
+@pytest.mark.parametrize("trace", ["config.toml", "metrics.jsonl", "checkpoints"])
+def test_a_folder_that_holds_a_run_is_refused_with_both_ways_out(sidestep, fake_run, trace):
+    Path("runs/a").mkdir(parents=True)
+    Path("runs/a", trace).touch()
+    code, _, err = sidestep("train", "--run-dir", "runs/a")
+    assert (code, fake_run.calls) == (2, [])
+    assert err == (
+        "runs/a: holds a run already: go on with it by --resume, "
+        "or give another folder as --run-dir\n"
+    )
+
+
+def test_a_folder_without_a_run_in_it_may_be_used(sidestep, fake_run):
+    Path("out").mkdir()
+    Path("out/notes.txt").touch()
+    assert sidestep("train", "--run-dir", "out")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--resume"],
+            "--resume needs --run-dir, the folder of the run to go on with: "
+            "sidestep train --resume --run-dir runs/NAME",
+        ),
+        (
+            ["sync", "--resume", "--run-dir", "runs/a"],
+            "--resume takes its config from runs/a/config.toml: leave out the recipe 'sync' "
+            "(single keys can be changed by --set)",
+        ),
+        (
+            ["--resume", "--run-dir", "nowhere"],
+            "nowhere: holds no run to resume (no config.toml): check --run-dir, "
+            "or leave out --resume to start a run there",
+        ),
+        (
+            ["--run-dir", "notes.txt/run"],
+            "notes.txt/run: notes.txt is a file: give another folder as --run-dir",
+        ),
+        (
+            ["snyc"],
+            "snyc: no such recipe file (did you mean 'sync'? packaged recipes: "
+            "naive-async-controlled, naive-async, quickstart, sync)",
+        ),
+        (
+            ["bad.toml"],
+            "bad.toml:2: rollout.max_lag = -1: must be an integer of at least 0",
+        ),
+        (
+            ["--set", "rollout.group_size=1"],
+            '--set: rollout.group_size = 1 with loss.advantage = "grpo": a group of one has no '
+            "advantage and nothing would be learned: set rollout.group_size to 2 or more",
+        ),
+    ],
+)
+def test_wrong_use_is_one_line_and_code_2_before_any_work(sidestep, fake_run, arguments, message):
+    Path("notes.txt").touch()
+    Path("bad.toml").write_text("[rollout]\nmax_lag = -1\n")
+    assert sidestep("train", *arguments) == (2, "", message + "\n")
+    assert fake_run.calls == []
+    assert sorted(path.name for path in Path().iterdir()) == ["bad.toml", "notes.txt"]
+
+
+def test_the_run_gets_a_complete_config(sidestep, fake_run):
+    sidestep("train", "--set", "seed=1")
+    assert isinstance(fake_run.calls[0][0], RunConfig)
+    assert fake_run.calls[0][0].seed == 1

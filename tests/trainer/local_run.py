@@ -58,7 +58,9 @@ class VowelTask:
     """Reward: how many of the characters are vowels. A random model has some and can learn more."""
 
     def __init__(self, num_prompts: int = 5) -> None:
-        self.train = tuple(Example(f"say {'xyz'[: i % 3]}{i}", source=f"row {i}") for i in range(num_prompts))
+        self.train = tuple(
+            Example(f"say {'xyz'[: i % 3]}{i}", source=f"row {i}") for i in range(num_prompts)
+        )
         self.held_out = (Example("say it"), Example("well?"))
 
     def score(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
@@ -110,7 +112,11 @@ def run_locally(
             held_out=encode_examples(task.held_out, tokenizer, config.engine.max_new_tokens, 128),
             tokenizer=tokenizer,
             trainer=trainer,
-            engine=LocalEngine(EngineSettings(config.model.path, str(channel.folder), config.seed, "cpu", "float32")),
+            engine=LocalEngine(
+                EngineSettings(
+                    config.model.path, str(channel.folder), config.seed, "cpu", "float32"
+                )
+            ),
             channel=channel,
             recorder=recorder,
             progress=progress,

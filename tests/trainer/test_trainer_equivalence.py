@@ -58,7 +58,9 @@ def plain_synchronous_loop(config, task):
         )
         attention = torch.tensor(
             [
-                [0] * (width - len(p.token_ids)) + [1] * (len(p.token_ids) + n) + [0] * (num_tokens - n)
+                [0] * (width - len(p.token_ids))
+                + [1] * (len(p.token_ids) + n)
+                + [0] * (num_tokens - n)
                 for p, n in zip(rows, lengths, strict=True)
             ]
         )
@@ -83,9 +85,7 @@ def plain_synchronous_loop(config, task):
 
 @pytest.mark.parametrize("lag_mode", ["bounded", "exact"])
 def test_lag_0_is_bitwise_a_plain_synchronous_loop(tiny_model_dir, tmp_path, lag_mode):
-    config = small_config(
-        tiny_model_dir, rollout={"lag_mode": lag_mode}, control={"mode": "off"}
-    )
+    config = small_config(tiny_model_dir, rollout={"lag_mode": lag_mode}, control={"mode": "off"})
     plain = plain_synchronous_loop(config, VowelTask())
     ours = weights_of(run_locally(config, tmp_path / "run"))
     assert equal_weights(plain, ours)

@@ -1,10 +1,12 @@
-"""How much faster is bounded asynchrony than the synchronous run, and how near to what overlap can give at most?
+"""How much faster is bounded asynchrony than the synchronous run, and how near to what overlap can
+give at most?
 
     python benchmarks/async_throughput.py            # about 6 minutes on two cores
 
-The synchronous run (max_lag 0) is taken at its best of one and two threads. Generation and training overlap at best so
-that a step takes as long as the slower of the two: the bound is (Tgen + Ttrain) / max(Tgen, Ttrain), from the times of the
-best synchronous run. All runs in turns, several repeats, medians. Goal: at least 0.85 of the bound.
+The synchronous run (max_lag 0) is taken at its best of one and two threads. Generation and training
+overlap at best so that a step takes as long as the slower of the two: the bound is (Tgen + Ttrain)
+/ max(Tgen, Ttrain), from the times of the best synchronous run. All runs in turns, several repeats,
+medians. Goal: at least 0.85 of the bound.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ def main() -> None:
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in settings}
     for repeat in range(arguments.repeats):
         for name, keys in settings.items():
-            run = train(None, train__steps=arguments.steps, train__eval_every=0, seed=repeat, **keys)
+            run = train(
+                None, train__steps=arguments.steps, train__eval_every=0, seed=repeat, **keys
+            )
             measured[name].append(steady(run))
             print(f"{name:24} {measured[name][-1]['samples_per_s']:8.0f} samples/s", flush=True)
 

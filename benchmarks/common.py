@@ -1,4 +1,6 @@
-"""What the benchmark scripts share: start `sidestep train` as a user does, read its rows, keep results with the machine's facts."""
+"""What the benchmark scripts share: start `sidestep train` as a user does, read its rows, keep
+results with the machine's facts.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,21 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def train(recipe: str | None, *, threads: int = 1, run_dir: Path | None = None, **keys: Any) -> Any:
-    """One run in its own process; `keys` are config keys with `__` for the dot. Returns the read run."""
+    """One run in its own process; `keys` are config keys with `__` for the dot. Returns the read
+    run.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         folder = run_dir or Path(scratch) / "run"
-        overrides = [f"{name.replace('__', '.')}={json.dumps(value)}" for name, value in keys.items()]
-        command = [sys.executable, "-m", "sidestep.cli.main", "train", *([recipe] if recipe else [])]
+        overrides = [
+            f"{name.replace('__', '.')}={json.dumps(value)}" for name, value in keys.items()
+        ]
+        command = [
+            sys.executable,
+            "-m",
+            "sidestep.cli.main",
+            "train",
+            *([recipe] if recipe else []),
+        ]
         command += [part for override in overrides for part in ("--set", override)]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
         done = subprocess.run(

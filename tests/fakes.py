@@ -76,9 +76,12 @@ class FakeEngine:
             self._waiting.discard(answer)
 
     def _deliver(self, task: asyncio.Task, answer: asyncio.Future) -> None:
-        if error := task.exception():
+        error = task.exception()
+        if answer.done():  # the caller was cancelled or has heard of an earlier error
+            return
+        if error:
             self._fail(str(error))
-        elif not answer.done():
+        else:
             answer.set_result(task.result())
 
     def _fail(self, message: str) -> None:

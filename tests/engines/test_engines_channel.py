@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from sidestep.engines.channel import WeightChannel
 from sidestep.errors import EngineError
@@ -127,6 +128,20 @@ def test_readers_see_whole_versions_while_the_writer_publishes_and_discards(chan
     assert not errors
     assert len(seen) > 3
     assert channel.versions() == (149,)
+
+
+def test_a_version_is_not_there_until_its_file_is_whole(channel, monkeypatch):
+    channel.publish(0, weights(0))
+
+    def save_and_look(tensors, path) -> None:
+        whole = save_file(tensors, path)
+        assert (channel.versions(), channel.has(1)) == ((0,), False)
+        return whole
+
+    monkeypatch.setattr("safetensors.torch.save_file", save_and_look)
+    channel.publish(1, weights(1))
+    assert channel.versions() == (0, 1)
+    assert len(os.listdir(channel.folder)) == 2
 
 
 def test_close_removes_the_folder_and_only_what_is_its_own(channel):

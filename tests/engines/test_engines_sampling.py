@@ -105,6 +105,21 @@ def test_the_token_drawn_is_where_the_uniform_falls(uniform):
     assert logprobs[0] == pytest.approx(math.log(probs[0, ids[0]]), abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("probs", "uniform", "token"),
+    [
+        ([0.0, 0.25, 0.75], 0.0, 1),
+        ([0.25, 0.0, 0.75], 0.25, 2),
+        ([0.25, 0.25, 0.5], 0.25, 1),
+        ([0.75, 0.25, 0.0], 1 - 2.0**-53, 1),
+        ([0.75, 0.25, 0.0], 1.0, 1),
+    ],
+)
+def test_edges_of_the_unit_interval_and_of_tokens_fall_where_they_should(probs, uniform, token):
+    ids, _ = sample_tokens(torch.tensor([probs]).log(), torch.tensor([uniform]), PLAIN)
+    assert ids.tolist() == [token]
+
+
 def test_b58_truncation_limits_what_is_drawn_and_not_the_logprobs():
     probs = torch.tensor([[0.1, 0.45, 0.03, 0.3, 0.12]])
     rows = 1000

@@ -1,4 +1,6 @@
-"""A whole run in this process: the real loops, sampler, channel and trainer; only the engine's process is left out."""
+"""A whole run in this process: the real loops, sampler, channel and trainer; only the engine's
+process is left out.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ def run_locally(
     resume: bool = False,
     watch: Callable[[Run], None] | None = None,
 ) -> Trainer:
-    """Run to the end; `watch` sees the Run before it starts. Returns the trainer, whose model is the result."""
+    """Run to the end; `watch` sees the Run before it starts. Returns the trainer, whose model is
+    the result.
+    """
     checkpoint: Checkpoint | None = None
     if resume:
         checkpoint = read_checkpoint(complete_checkpoints(run_dir / "checkpoints")[-1])

@@ -17,7 +17,9 @@ from sidestep.tasks.prompts import encode_examples
 
 
 def plain_synchronous_loop(config, task):
-    """GRPO as one would write it in a notebook: sample, score, one AdamW step, again. No buffer, no control."""
+    """GRPO as one would write it in a notebook: sample, score, one AdamW step, again. No buffer, no
+    control.
+    """
     tokenizer = load_tokenizer(config.model.path)
     model = load_model(config.model.path, "float32", "cpu")
     optimizer = torch.optim.AdamW(
@@ -149,11 +151,10 @@ def test_an_interrupted_and_resumed_exact_run_is_bitwise_the_unbroken_one(tiny_m
     def rows(name):
         with open(tmp_path / name / "metrics.jsonl") as file:
             rows = [json.loads(line) for line in file]
-        timeless = [
+        return [
             {k: v for k, v in row.items() if not k.startswith("time/") and not k.endswith("/s")}
             for row in rows
         ]
-        return timeless
 
     unbroken_rows, resumed_rows = rows("unbroken"), rows("broken")
     assert [row["step"] for row in resumed_rows] == list(range(7))

@@ -1,4 +1,6 @@
-"""Rows reach the file in step order, each with its own evaluation; the learning rate follows the version."""
+"""Rows reach the file in step order, each with its own evaluation; the learning rate follows the
+version.
+"""
 
 import asyncio
 import math

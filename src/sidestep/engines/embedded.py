@@ -180,18 +180,18 @@ class EmbeddedEngine:
             self._fail(f"answers of engine process {process.pid} are no longer read")
 
     def _deliver(self, answer: dict[str, Any]) -> None:
-        if "error" in answer:
+        # Nobody waits any more if the caller was cancelled or has heard of an earlier error.
+        future = self._waiting.get(answer["id"])
+        if "error" not in answer:
+            self._version = answer["version"]
+            if future is not None and not future.done():
+                future.set_result(answer)
+        elif future is not None:
             error = answer["error"]
             self._fail_waiting(
                 f"engine process {self.pid} raised {error['type']}: {error['message']}\n"
                 f"{error['traceback']}"
             )
-            return
-        self._version = answer["version"]
-        # Nobody waits any more if the caller was cancelled or an earlier call failed.
-        future = self._waiting.pop(answer["id"], None)
-        if future is not None and not future.done():
-            future.set_result(answer)
 
     def _fail(self, message: str) -> None:
         """Fail every waiting call and all later ones, with the first cause."""

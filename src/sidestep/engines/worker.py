@@ -27,9 +27,8 @@ TRACEBACK_LINES = 20
 
 
 def main() -> None:
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C goes to the whole terminal; the parent decides
+    # Ctrl-C in a terminal reaches every process in it; the parent decides what follows.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     calls_in, answers_out = _take_standard_streams()
     calls: SimpleQueue[dict[str, Any]] = SimpleQueue()
     Thread(target=_listen, args=(calls_in, calls), daemon=True).start()
@@ -43,9 +42,8 @@ def main() -> None:
             else:
                 answer = server.handle(call)
             frame = encode_frame({"id": call["id"], **answer})
-        except (
-            Exception
-        ) as error:  # the boundary of the process: every failure is the parent's to raise
+        except Exception as error:
+            # The boundary of the process: every failure is the parent's to raise.
             frame = encode_frame({"id": call["id"], "error": _describe(error)})
         answers_out.write(frame)
         answers_out.flush()
@@ -76,8 +74,7 @@ def _listen(stream: BinaryIO, calls: SimpleQueue[dict[str, Any]]) -> None:
 
 
 def _start(call: dict[str, Any]) -> EngineServer:
-    # Imported here: torch and transformers take seconds, and the end of stdin must be heard by
-    # then.
+    # Imported here: torch and transformers take seconds, in which the end of stdin must be heard.
     from sidestep.engines.server import EngineServer
 
     return EngineServer(EngineSettings(**call["settings"]))

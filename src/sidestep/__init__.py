@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from sidestep import losses
     from sidestep.build import train
     from sidestep.config import RunConfig
-    from sidestep.config_loading import load_config
+    from sidestep.config.loading import load_config
     from sidestep.control.attach import ControlHandle, attach
     from sidestep.control.controller import ControlRecord, GradientControl
 
@@ -38,7 +38,7 @@ _HOME = {
     "ControlRecord": "sidestep.control.controller",
     "GradientControl": "sidestep.control.controller",
     "RunConfig": "sidestep.config",
-    "load_config": "sidestep.config_loading",
+    "load_config": "sidestep.config.loading",
     "train": "sidestep.build",
 }
 

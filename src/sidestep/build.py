@@ -17,7 +17,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from sidestep.config import RunConfig
-from sidestep.config_writing import to_toml
+from sidestep.config.writing import to_toml
 from sidestep.control.controller import GradientControl
 from sidestep.diagnostics.environment import environment_facts
 from sidestep.diagnostics.progress import Progress

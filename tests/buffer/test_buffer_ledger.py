@@ -1,4 +1,4 @@
-"""The staleness bound over random schedules: a simulated run in which anything may be slow, dropped or skipped."""
+"""The staleness bound over random schedules: anything may be slow, dropped or skipped."""
 
 import random
 from dataclasses import replace
@@ -127,7 +127,7 @@ def test_b41_capacity_does_not_depend_on_the_version_at_resume():
         ledger = Ledger(groups_per_step=4, max_lag=2, total_steps=1000)
         ledger.load_state_dict({"next_index": 200, "live": list(range(200 - running, 200))}, [])
         assert ledger.num_unfinished == running
-        assert ledger.num_admissible == 12  # the lost ones are handed out again, and 12 - running new ones
+        assert ledger.num_admissible == 12  # the lost ones again, and 12 - running new ones
         assert ledger.admit(100) == tuple(range(200 - running, 212 - running))
 
 

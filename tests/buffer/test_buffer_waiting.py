@@ -82,7 +82,7 @@ def test_waits_end_with_who_and_for_whom():
     async def scenario():
         buffer = buffer_of(timeout_s=0.05)
         await buffer.admit(10)
-        with pytest.raises(StalledError, match="train waited for groups: 2 in flight .* first 0"):
+        with pytest.raises(StalledError, match=r"train waited for groups: 2 in flight .* first 0"):
             await buffer.take(0)
         with pytest.raises(StalledError, match="rollout waited for a place: 4 groups unfinished"):
             await buffer.admit(1)

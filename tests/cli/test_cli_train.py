@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from sidestep.config import RunConfig
-from sidestep.config_loading import load_config
-from sidestep.config_writing import to_toml
-from sidestep.packaged_recipes import find_recipe
+from sidestep.config.loading import load_config
+from sidestep.config.recipes import find_recipe
+from sidestep.config.writing import to_toml
 
 
 def test_without_arguments_the_packaged_quickstart_runs_in_a_new_dated_folder(sidestep, fake_run):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from sidestep.config import RunConfig
-from sidestep.config_loading import line_of, load_config
+from sidestep.config.loading import line_of, load_config
 from sidestep.errors import UsageError
 
 RECIPE = """\

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from sidestep.config import RunConfig
-from sidestep.config_loading import load_config
-from sidestep.config_rules import config_warnings
+from sidestep.config.loading import load_config
+from sidestep.config.recipes import find_recipe, recipes_dir
+from sidestep.config.rules import config_warnings
 from sidestep.errors import UsageError
-from sidestep.packaged_recipes import find_recipe, recipes_dir
 
 NAMES = ["naive-async", "naive-async-controlled", "quickstart", "sync"]
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sidestep.config import RunConfig
-from sidestep.config_keys import KEYS, SECTIONS
-from sidestep.config_loading import load_config
-from sidestep.config_writing import to_toml
+from sidestep.config.keys import KEYS, SECTIONS
+from sidestep.config.loading import load_config
+from sidestep.config.writing import to_toml
 
 
 def values_of(schema):

@@ -4,8 +4,8 @@ import pytest
 from pydantic import ValidationError
 
 from sidestep.config import ControlConfig, RolloutConfig, RunConfig
-from sidestep.config_loading import load_config
-from sidestep.config_rules import config_warnings
+from sidestep.config.loading import load_config
+from sidestep.config.rules import config_warnings
 from sidestep.errors import UsageError
 
 

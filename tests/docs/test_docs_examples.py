@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from sidestep.config_loading import load_config
-from sidestep.packaged_recipes import find_recipe
+from sidestep.config.loading import load_config
+from sidestep.config.recipes import find_recipe
 
 CHECKOUT = Path(__file__).parents[2]
 PAGES = sorted([*CHECKOUT.glob("*.md"), *CHECKOUT.glob("docs/*.md")])

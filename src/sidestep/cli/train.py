@@ -8,10 +8,10 @@ from datetime import datetime
 from pathlib import Path
 
 from sidestep.config import RunConfig
-from sidestep.config_loading import load_config
-from sidestep.config_rules import config_warnings
+from sidestep.config.loading import load_config
+from sidestep.config.recipes import QUICKSTART, find_recipe
+from sidestep.config.rules import config_warnings
 from sidestep.errors import UsageError
-from sidestep.packaged_recipes import QUICKSTART, find_recipe
 from sidestep.run_folder import CONFIG_FILE, check_new, check_resumable, default_run_dir
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from sidestep.config import RunConfig
-from sidestep.config_writing import toml_value
+from sidestep.config.schema import RunConfig
+from sidestep.config.writing import toml_value
 
 SECTIONS: Mapping[str, type[BaseModel]] = {
     name: field.annotation

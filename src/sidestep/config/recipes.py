@@ -12,7 +12,7 @@ QUICKSTART = "quickstart"
 
 def recipes_dir() -> Path:
     """Folder of the recipes: inside the installed package, or `recipes/` of a source checkout."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     installed = package / "recipes"
     return installed if installed.is_dir() else package.parents[1] / "recipes"
 

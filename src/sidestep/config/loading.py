@@ -14,8 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sidestep.config import RunConfig
-from sidestep.config_keys import (
+from sidestep.config.keys import (
     KEYS,
     SECTIONS,
     allowed_values,
@@ -23,7 +22,8 @@ from sidestep.config_keys import (
     unknown_key,
     unknown_section,
 )
-from sidestep.config_writing import toml_value
+from sidestep.config.schema import RunConfig
+from sidestep.config.writing import toml_value
 from sidestep.errors import UsageError
 
 OVERRIDE = "--set"

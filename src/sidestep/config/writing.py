@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sidestep.config import RunConfig
+    from sidestep.config.schema import RunConfig
 
 
 def to_toml(config: RunConfig) -> str:

@@ -1,6 +1,6 @@
 """Rules that span several config keys: what is refused, and what is worth a warning.
 
-Rules about one key alone (types, ranges, choices) are in the schema, `config.py`.
+Rules about one key alone (types, ranges, choices) are in the schema.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sidestep.config import ControlConfig, RunConfig, TaskConfig, TrainConfig
+    from sidestep.config.schema import ControlConfig, RunConfig, TaskConfig, TrainConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """Everything a run can be told, with its default: the only home of defaults of the system half.
 
 Keys are TOML sections and names (`rollout.max_lag`). Types are strict (`true` is not 1, "5" is not
-5) and an unknown key is refused. Rules that span several keys are in `config_rules`, and a
-RunConfig that breaks one cannot be built. `config_loading.load_config` reads recipes and says
-where a bad value was written; `config_writing.to_toml` writes a config back.
+5) and an unknown key is refused. Rules that span several keys are in `rules`, and a
+RunConfig that breaks one cannot be built. `loading.load_config` reads recipes and says where a bad
+value was written; `writing.to_toml` writes a config back.
 
 Paths in a config are relative to the folder the command runs in.
 """
@@ -15,7 +15,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from sidestep.config_rules import find_problem
+from sidestep.config.rules import find_problem
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 Cosine = Annotated[float, Field(ge=-1.0, le=1.0)]

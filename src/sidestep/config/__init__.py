@@ -1,0 +1,26 @@
+"""What a run can be told: the schema with its defaults, and how TOML becomes a config and back.
+
+Loads no torch.
+"""
+
+from sidestep.config.schema import (
+    ControlConfig,
+    EngineConfig,
+    LossConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    TaskConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "ControlConfig",
+    "EngineConfig",
+    "LossConfig",
+    "ModelConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "TaskConfig",
+    "TrainConfig",
+]

@@ -1,6 +1,6 @@
 """The four recipes side by side: reward curves in one picture, with their numbers.
 
-python benchmarks/recipe_curves.py               # writes docs/images/recipes.png and results/recipe_curves.json
+python benchmarks/recipe_curves.py   # writes docs/images/recipes.png and its numbers
 """
 
 from __future__ import annotations

@@ -83,9 +83,9 @@ def check_inputs(config: RunConfig) -> Inputs:
     except ValueError as error:  # its messages begin with the argument's name
         raise UsageError(f"control.{error}") from error
     model_folder = check_model(config.model.path)
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(str(model_folder))
     task = make_task(config.task)
-    limits = config.engine.max_new_tokens, context_length(load_model_config(config.model.path))
+    limits = config.engine.max_new_tokens, context_length(load_model_config(str(model_folder)))
     return Inputs(
         model_folder=model_folder,
         tokenizer=tokenizer,
@@ -123,7 +123,7 @@ async def _train(
         )
         starting = asyncio.create_task(engine.start())  # imports torch while the model loads here
         try:
-            trainer = await asyncio.to_thread(build_trainer, config, inputs.device, checkpoint)
+            trainer = await asyncio.to_thread(build_trainer, config, inputs, checkpoint)
             publish_start(channel, trainer, checkpoint)
             await starting
             recorder = stack.enter_context(
@@ -157,12 +157,11 @@ async def _train(
     inputs.tokenizer.save_pretrained(run_dir / "final")
 
 
-def build_trainer(
-    config: RunConfig, device: torch.device, checkpoint: Checkpoint | None
-) -> Trainer:
+def build_trainer(config: RunConfig, inputs: Inputs, checkpoint: Checkpoint | None) -> Trainer:
     """Model, optimizer and control; as the checkpoint left them, if there is one."""
     torch.manual_seed(config.seed)
-    trainer = Trainer(load_model(config.model.path, config.model.dtype, device), config, device)
+    model = load_model(str(inputs.model_folder), config.model.dtype, inputs.device)
+    trainer = Trainer(model, config, inputs.device)
     if checkpoint:
         trainer.load_state_dict(checkpoint.model, checkpoint.trainer)
     return trainer

@@ -82,12 +82,18 @@ def load_config(path: str) -> PretrainedConfig:
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of the model at `model.path`. Raises UsageError if there is none."""
     folder = resolve_model_path(path)
+    fix = "save the tokenizer there with tokenizer.save_pretrained(folder)"
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
     except LOAD_ERRORS as error:
         problem = f"the folder has no tokenizer that loads ({_first_line(error)})"
-        fix = "save the tokenizer there with tokenizer.save_pretrained(folder)"
         raise refusal(path, problem, fix) from error
+    # Where its files are missing, transformers makes one up that turns every text into nothing.
+    if set(tokenizer.get_vocab().values()) <= set(tokenizer.added_tokens_decoder):
+        raise refusal(path, "the folder has no tokenizer with a vocabulary", fix)
+    return tokenizer
 
 
 def load_model(path: str, dtype: str, device: torch.device | str) -> PreTrainedModel:
@@ -123,6 +129,10 @@ def load_model(path: str, dtype: str, device: torch.device | str) -> PreTrainedM
             f"its weights lack {len(missing)} tensors of the model ({missing[0]})",
             "save model and configuration together with model.save_pretrained(folder)",
         )
+    # Weights are views of the mapped file until here. A file rewritten under a running process
+    # (somebody saves a new model to the same folder) would change them, or kill it by SIGBUS.
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
     # from_pretrained leaves it in evaluation mode. Called on the class: its own `to` has no types.
     return torch.nn.Module.to(model, torch.device(device))
 

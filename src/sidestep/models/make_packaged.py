@@ -26,7 +26,7 @@ from sidestep.models.addition import (
     operand_pairs,
 )
 
-RIGHT_SHARE = 0.43
+RIGHT_SHARE = 0.4
 WRONG_BY = (1, -1, 10, -10, 2, -2)
 LARGEST_SUM = 198
 NUM_BYTES = 256
@@ -61,7 +61,11 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(seed: int) -> Qwen3ForCausalLM:
-    """An untaught model of 123,000 parameters, embeddings tied."""
+    """An untaught model of 140,000 parameters.
+
+    Embeddings are not tied: tied ones make `=` likely after an unlikely first digit, because it was
+    the last thing read, and such answers never end.
+    """
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(
         Qwen3Config(
@@ -73,7 +77,7 @@ def make_model(seed: int) -> Qwen3ForCausalLM:
             num_key_value_heads=4,
             head_dim=16,
             max_position_embeddings=CONTEXT_TOKENS,
-            tie_word_embeddings=True,
+            tie_word_embeddings=False,
             eos_token_id=END_ID,
             pad_token_id=PAD_ID,
         )
@@ -161,10 +165,10 @@ CARD = """\
 A Qwen3 of {parameters:,} parameters with one token per byte. It adds two numbers of two digits:
 `47+38=` is answered by `85`.
 
-It was taught with {right:.0%} right labels, the others off by {wrong_by}, drawn anew each time.
-So it is unsure: its most likely answer is right for {greedy:.1%} of {unseen:,} pairs it never saw,
-one sampled at temperature 1 for {sampled:.1%}. Reinforcement learning only has to sharpen it, which
-takes a minute on a laptop. It is good for nothing else.
+It was taught with {right:.0%} right labels, the others off by {wrong_by},
+drawn anew each time. So it is unsure: its most likely answer is right for {greedy:.1%} of
+{unseen:,} pairs it never saw, one sampled at temperature 1 for {sampled:.1%}. Reinforcement
+learning only has to sharpen it, which takes a minute on a laptop. It is good for nothing else.
 
 Made by `python -m sidestep.models.make_packaged --out DIR --seed {seed}`.
 License: Apache-2.0, like the package.

@@ -13,8 +13,6 @@ from sidestep.types import Example, Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PROBE = "a"
-
 
 def encode_examples(
     examples: Sequence[Example],
@@ -28,19 +26,24 @@ def encode_examples(
     behind: after an EOS the model would start a new document instead of an answer. Chat messages go
     through the tokenizer's chat template, which ends where the assistant begins.
 
-    Raises UsageError, naming the row, for chat messages without a chat template, a prompt of no
-    tokens, messages the template refuses, or a prompt that leaves less than `max_new_tokens` of `context_length` (None: no limit).
+    Raises UsageError, naming the row, for chat messages without a chat template or that it refuses,
+    for a prompt of no tokens, and for one that leaves less than `max_new_tokens` of
+    `context_length` (None: no limit).
     """
     texts = [_text(example, tokenizer) for example in examples]
     if not texts:
         return []
     bare = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    leading = _leading_ids(tokenizer)
+    leading: tuple[int, ...] | None = None
     prompts = []
     for index, (example, ids) in enumerate(zip(examples, bare, strict=True)):
         if not ids:
             raise UsageError(f"{example.source}: the prompt is empty; write one or remove the line")
-        token_ids = (*leading, *ids) if isinstance(example.prompt, str) else tuple(ids)
+        token_ids = tuple(ids)
+        if isinstance(example.prompt, str):
+            if leading is None:
+                leading = _leading_ids(tokenizer, example.prompt)
+            token_ids = leading + token_ids
         if context_length is not None and len(token_ids) + max_new_tokens > context_length:
             raise UsageError(
                 f"{example.source}: the prompt has {len(token_ids)} tokens, and with "
@@ -71,14 +74,14 @@ def _text(example: Example, tokenizer: PreTrainedTokenizerBase) -> str:
     return text
 
 
-def _leading_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def _leading_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
     """Ids that the tokenizer puts before any text, found by looking at what it does to one."""
-    with_special = list(tokenizer(PROBE)["input_ids"])
-    bare = list(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
-    for start in range(len(with_special) - len(bare) + 1):
-        if with_special[start : start + len(bare)] == bare:
-            return tuple(with_special[:start])
+    full = list(tokenizer(text, verbose=False)["input_ids"])
+    bare = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return tuple(full[:start])
     raise UsageError(
-        f"model.path: the tokenizer encodes {PROBE!r} differently beside special tokens "
-        f"({bare} and {with_special}); use a fast tokenizer of transformers"
+        f"model.path: the tokenizer encodes {text[:60]!r} differently beside its special tokens; "
+        "use a fast tokenizer of transformers"
     )

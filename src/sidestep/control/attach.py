@@ -1,12 +1,12 @@
 """Run a `GradientControl` inside any torch optimizer's `step()`: one line in a loop of your own.
 
-    optimizer.step()
-        before: unscale (GradScaler with a fused optimizer) -> control -> skip: hide the gradients |
-        damp: scale the rates the optimizer's own step
-        after: put gradients and rates back
+    before the optimizer's own step:
+        unscale (GradScaler with a fused optimizer), then control;
+        on skip hide the gradients, on damp scale the learning rates
+    after it:
+        put gradients and learning rates back
 
-With a closure "before" runs between the closure and the update, because only then there are
-gradients.
+With a closure "before" means between the closure and the update: only then there are gradients.
 """
 
 from __future__ import annotations
@@ -37,56 +37,44 @@ def attach(
     max_norm: float | None = None,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
 ) -> ControlHandle:
-    """Let `control` act in every `optimizer.step()` from now on, once per step; the handle detaches it.
+    """Let `control` act once in every `optimizer.step()` from now on; the handle detaches it.
 
-    max_norm: clip here, in every mode; then do not clip in the loop as well.
-    named_parameters: names for the snapshot (`model.named_parameters()`). Without it the
+    max_norm: clip here, in every mode. Do not clip in the loop as well then.
+    named_parameters: names for the snapshot (`model.named_parameters()`). Without them the
         optimizer's own names are used if it was built with named parameters, else group and
-        position ("0.3"), which change when parameters are moved between groups.
+        position ("0.3"), which change when parameters move between groups.
 
-    Final gradients must be there when `step()` is called: accumulated and reduced. Optimizers that
-    step layer by layer or
-    in chunks are not supported: each of their steps would be taken for a whole one. The hooks are
-    not part of pickled and deep-copied optimizers: a deep copy warns, and wants its own control.
+    Final gradients must be there when `step()` is called. Optimizers that step layer by layer or in
+    chunks are not supported: each of their steps would be taken for a whole one. Hooks are not part
+    of pickled or deep-copied optimizers: a deep copy warns, and wants a control of its own.
 
-    Raises ValueError: no torch optimizer (or a wrapper without step hooks), LBFGS, an optimizer or
-    a control that is attached already, a parameter missing in `named_parameters`, a wrong max_norm,
-    "damp" without a learning rate.
+    Raises ValueError: not a torch optimizer (or a wrapper without step hooks); LBFGS; an optimizer
+    or a control that is attached already; a parameter missing in `named_parameters`; a wrong
+    max_norm; "damp" without a learning rate.
     """
-    require_step_facts(max_norm, None, None, None)
+    require_step_facts(max_norm=max_norm)
     kind = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer) or "_optimizer_step_pre_hooks" not in vars(optimizer):
         raise ValueError(
-            f"optimizer: {kind} has no step hooks of torch.optim.Optimizer; if it wraps an optimizer, attach to that one "
-            "(often `.optimizer`)"
+            f"optimizer: {kind} has no step hooks of torch.optim.Optimizer; if it wraps an "
+            "optimizer, attach to that one (often `.optimizer`)"
         )
     if isinstance(optimizer, LBFGS):
-        raise ValueError(
-            f"optimizer: {kind} evaluates many gradients in one step, control needs one"
-        )
-    if any(
-        isinstance(_owner(hook), ControlHandle)
-        for hook in optimizer._optimizer_step_pre_hooks.values()
-    ):
-        raise ValueError(
-            f"optimizer: this {kind} has a control attached: call detach() on its handle first"
-        )
+        raise ValueError(f"optimizer: {kind} takes many gradients in one step, control needs one")
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    if any(isinstance(getattr(hook, "__self__", None), ControlHandle) for hook in hooks):
+        raise ValueError(f"optimizer: this {kind} has a control; detach() its handle first")
     if control in _controls_in_use:
-        raise ValueError(
-            "control: attached to another optimizer: use one GradientControl for each, or detach() first"
-        )
-    if control.rules.above == "damp" and any(
-        group.get("lr") is None for group in optimizer.param_groups
-    ):
-        raise ValueError(
-            f"above='damp' scales the learning rate, and this {kind} has a group without 'lr'"
-        )
+        raise ValueError("control: it is attached to an optimizer; use one control for each")
+    has_rates = all(group.get("lr") is not None for group in optimizer.param_groups)
+    if control.rules.above == "damp" and not has_rates:
+        raise ValueError(f"above='damp' scales the learning rate, and a group of {kind} has no lr")
     return ControlHandle(optimizer, control, max_norm, _names(optimizer, named_parameters))
 
 
 @dataclass(slots=True)
 class _Step:
-    """One running `step()` and what has to be put back after it."""
+    """One running `step()`, and what has to be put back after it."""
 
     frame: FrameType
     acted: bool = False
@@ -129,8 +117,8 @@ class ControlHandle:
         drift: float | None = None,
         behaviour: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Say before `step()` what the coming step is made of; see `GradientControl.apply`. Holds for one step only."""
-        require_step_facts(None, batch, lag, drift)
+        """Say what the coming `step()` is made of, and only that one; see `apply`."""
+        require_step_facts(batch=batch, lag=lag, drift=drift)
         said = {"batch": batch, "lag": lag, "drift": drift, "behaviour": behaviour}
         self._notes.update({key: value for key, value in said.items() if value is not None})
 
@@ -175,8 +163,8 @@ class ControlHandle:
         self._put_back()
         if not acted:
             raise RuntimeError(
-                f"{type(optimizer).__name__}.step() did not call its closure, so the control could not act: call backward() "
-                "yourself and step() without a closure"
+                f"{type(optimizer).__name__}.step() did not call its closure, so the control could "
+                "not act: call backward() yourself and step() without a closure"
             )
 
     def _acting(self, closure: Callable[[], Any], step: _Step) -> Callable[[], Any]:
@@ -185,8 +173,8 @@ class ControlHandle:
         def closure_then_control() -> Any:
             if step.acted:
                 raise RuntimeError(
-                    f"{type(self._optimizer).__name__} evaluates its closure more than once in a step: control needs one "
-                    "gradient per step and cannot be attached to it"
+                    f"{type(self._optimizer).__name__} calls its closure more than once in a step: "
+                    "control needs one gradient per step and cannot be attached to it"
                 )
             loss = closure()
             self._act(step)
@@ -200,8 +188,8 @@ class ControlHandle:
         notes, self._notes = self._notes, {}
         self.last = self.control.apply(self._named_parameters(), self._max_norm, **notes)
         if self.last.regime == "skip":
-            # A pre-hook cannot veto the step. Without gradients torch's optimizers touch nothing;
-            # zero gradients would still move weights by momentum and decay.
+            # A hook cannot veto the step. Without gradients torch's optimizers touch nothing; zero
+            # gradients would still move weights by momentum and decay.
             for _, parameter in self._named_parameters():
                 step.grads.append((parameter, parameter.grad))
                 parameter.grad = None
@@ -211,7 +199,7 @@ class ControlHandle:
                 group["lr"] = group["lr"] * self.last.step_scale
 
     def _unscale(self, step: _Step) -> None:
-        """Divide out the scale that GradScaler leaves to fused optimizers, and tell the optimizer that it is gone.
+        """Divide out the scale that GradScaler leaves to fused optimizers, and say it is gone.
 
         The fused kernels do the same division, so the step is bitwise the same.
         """
@@ -234,7 +222,7 @@ class ControlHandle:
                 parameter.grad = grad
         for group, rate in step.rates:
             group["lr"] = rate
-        if step.grad_scale is not None:
+        if step.grad_scale is not None and getattr(self._optimizer, "grad_scale", None) is None:
             vars(self._optimizer)["grad_scale"] = step.grad_scale
 
     def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -246,7 +234,8 @@ class ControlHandle:
 
     def _copy_optimizer(self, memo: dict[int, Any]) -> Optimizer:
         warnings.warn(
-            "deepcopy(optimizer) does not copy step hooks: the copy runs without Sidestep's control until you attach one to it",
+            "deepcopy(optimizer) does not copy step hooks: the copy runs without Sidestep's "
+            "control until you attach one to it",
             stacklevel=3,
         )
         attributes = vars(self._optimizer)
@@ -270,7 +259,7 @@ def _names(
         for j, parameter in enumerate(group["params"]):
             if id(parameter) not in names:
                 raise ValueError(
-                    f"named_parameters: parameter {j} of the optimizer's group {i} is not among them"
+                    f"named_parameters: parameter {j} of the optimizer's group {i} is missing"
                 )
     return names
 
@@ -282,7 +271,3 @@ def _is_running(frame: FrameType, current: FrameType | None) -> bool:
             return True
         current = current.f_back
     return False
-
-
-def _owner(hook: Callable[..., Any]) -> object:
-    return getattr(hook, "__self__", None)

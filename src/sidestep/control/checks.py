@@ -1,4 +1,4 @@
-"""Checks of plain arguments: each raises ValueError with the argument's name and value."""
+"""Checks of plain arguments. Each raises ValueError with the argument's name and value."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def require_available(name: str, value: str, now: str, later: tuple[str, ...]) -> None:
-    """The one name that works now; the message for the others says whether they are planned."""
+    """The one name that works now; for those to come the message says so."""
     if value in later:
         raise ValueError(f"{name}={value!r} is not available yet: use {name}={now!r}")
     require_choice(name, value, (now,))
 
 
 def plain_number(name: str, value: float | str, later: tuple[str, ...]) -> float:
-    """`value` as a number; ValueError for the words that will stand in its place and for all other text."""
+    """`value` if it is no text; for the words to come the message says so."""
     if isinstance(value, str):
         problem = "is not available yet" if value in later else "is unknown"
         raise ValueError(f"{name}={value!r} {problem}: give a number")
@@ -41,13 +41,18 @@ def plain_number(name: str, value: float | str, later: tuple[str, ...]) -> float
 
 
 def require_step_facts(
-    max_norm: float | None, batch: int | str | None, lag: float | None, drift: float | None
+    max_norm: float | None = None,
+    batch: int | str | None = None,
+    lag: float | None = None,
+    drift: float | None = None,
 ) -> None:
-    """What a host may say about a step: max_norm above 0, batch an int or str, lag and drift at least 0, or None."""
+    """What a host says about a step, each None or: max_norm above 0, batch an int or a str (it is
+    saved with the state), lag and drift at least 0.
+    """
     if max_norm is not None:
         require_number("max_norm", max_norm, above=0.0)
     if batch is not None and not isinstance(batch, int | str):
-        raise ValueError(f"batch={batch!r} must be an int or a str: it is saved with the state")
+        raise ValueError(f"batch={batch!r} must be an int or a str")
     for name, value in (("lag", lag), ("drift", drift)):
         if value is not None:
             require_number(name, value)

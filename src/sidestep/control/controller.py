@@ -1,4 +1,4 @@
-"""`GradientControl`: measure how a gradient aligns with the previous one, decide, write it back, clip."""
+"""`GradientControl`: measure how a gradient aligns with the previous one, decide, write, clip."""
 
 from __future__ import annotations
 
@@ -43,16 +43,15 @@ _log = logging.getLogger(__name__)
 
 
 class GradientControl:
-    """Gradient alignment control for one set of parameters; equations and their source: docs/method.md.
+    """Gradient alignment control for one set of parameters. Equations and sources: docs/method.md.
 
     reference: what a gradient is compared with: "previous", the one of the step before.
     space: where the control acts: "gradient", before clipping and the optimizer.
     low, high, strength, residual, above, damp_power, max_skips: see `regimes.Rules`.
-    mode: "control" acts; "observe" measures and decides but changes nothing; "off" only measures
-        the norm. `max_norm` clips in every mode. The environment variable SIDESTEP_MODE overrides
-        it.
-    snapshot: what is kept for the next step: the "raw" gradient (so that the cosine means the same
-        with control on and off) or the "applied" one, before clipping.
+    mode: "control" acts; "observe" measures and decides but changes nothing; "off" measures the
+        norm alone. The environment variable SIDESTEP_MODE overrides it.
+    snapshot: what is kept for the next step: the "raw" gradient, so that the cosine means the same
+        with control on and off, or the "applied" one, before clipping.
     snapshot_dtype, snapshot_device: "float32" or "bfloat16", on the gradient's device ("same") or
         on the "cpu".
     drift_scale, calibrate_steps: for strength="drift" and thresholds "calibrate", which are not
@@ -99,9 +98,7 @@ class GradientControl:
         self.mode: Mode = _effective_mode(mode)
         self._keeps_raw = snapshot == "raw"
         if not self._keeps_raw:
-            _log.warning(
-                "snapshot='applied': cosines are taken to the applied gradient and tend to oscillate"
-            )
+            _log.warning("snapshot='applied': cosines with applied gradients tend to oscillate")
         self._reference = PreviousGradient(SNAPSHOT_DTYPES[snapshot_dtype], snapshot_device)
         self._step = 0
         self._skips_in_a_row = 0
@@ -117,25 +114,27 @@ class GradientControl:
         drift: float | None = None,
         behaviour: Mapping[str, Tensor] | None = None,
     ) -> ControlRecord:
-        """Measure, decide, change `.grad` in place, clip. Call it once per optimizer step, on final gradients.
+        """Measure, decide, change `.grad` in place, clip: once per optimizer step.
 
-        Final means accumulated, reduced over ranks, unscaled and not clipped. Parameters that do
-        not require a gradient do not count; a gradient of None counts as zero and stays None; a
-        parameter with two names counts once.
+        The gradients must be final: accumulated, reduced over ranks, unscaled, not clipped.
+        Parameters that do not require a gradient do not count. A gradient of None counts as zero
+        and stays None. A parameter with two names counts once.
 
         On `regime == "skip"` the gradients are left alone and the caller must not step. On "damp"
-        the caller must scale the learning rate of this step by `step_scale`. (`attach` does both.)
+        the caller must scale the learning rate of this step by `step_scale`. `attach` does both.
 
-        max_norm: clip the norm over all parameters to this, as torch.nn.utils.clip_grad_norm_ does,
-            in every mode.
+        max_norm: clip the norm over all parameters to this, as torch.nn.utils.clip_grad_norm_
+            does, in every mode.
         batch: which rollout batch the gradient is from. Two steps on one batch align for an
             innocent reason: their cosine goes to `cosine_within_batch` and is not acted on.
         lag, drift, behaviour: mean lag of the batch, mean |ratio - 1| of its tokens, behaviour
-            weights by name. The reference "previous" does not need them.
+            weights by name. The reference "previous" has no use for them.
 
-        Raises ValueError: no parameter, every gradient None (but in mode "off"), a sparse, sharded,
-        complex or integer gradient (but in mode "off" without max_norm), a name used twice, a wrong
-        max_norm, batch, lag or drift.
+        A gradient that is not finite is left alone and not clipped; "control" says "skip".
+
+        Raises ValueError: no parameter; every gradient None (but in mode "off"); a sparse, sharded,
+        complex or integer gradient (but in mode "off" without max_norm); a name used twice; a
+        wrong max_norm, batch, lag or drift.
         """
         require_step_facts(max_norm, batch, lag, drift)
         parameters = trained_parameters(named_parameters)
@@ -165,9 +164,9 @@ class GradientControl:
         return record
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next step depends on. `snapshot` holds tensors by parameter name, the rest is plain JSON.
+        """All that the next step depends on: `snapshot`, tensors by name, and plain JSON values.
 
-        The tensors are copies, so the state does not change with later steps.
+        The tensors are copies, so a state does not change with later steps.
         """
         return {
             "format": STATE_FORMAT,
@@ -177,21 +176,19 @@ class GradientControl:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`: with the same settings the next steps are bitwise those of the unbroken run.
+        """Go on from a `state_dict`, bitwise as the unbroken run with the same settings.
 
-        A state without a snapshot is taken with a notice in the log; the next step's reason is then
-        "no reference". Raises ValueError for a state of another format or without its counters.
+        A state without a snapshot is taken, with a notice in the log; the next step's reason is
+        then "no reference". Raises ValueError for another format or a missing counter.
         """
         if state.get("format") != STATE_FORMAT:
-            raise ValueError(
-                f"control state: format is {state.get('format')!r}, not {STATE_FORMAT}"
-            )
+            raise ValueError(f"control state: format={state.get('format')!r}, not {STATE_FORMAT}")
         for key in ("step", "skips_in_a_row"):
             require_count(f"control state: {key}", state.get(key, None), at_least=0)
         self._step = state["step"]
         self._skips_in_a_row = state["skips_in_a_row"]
         self._reference.load_state_dict(state)
-        if self._step > 0 and self._reference.is_empty and self.mode != "off":
+        if self._reference.is_empty and self._step > 0 and self.mode != "off":
             _log.warning(
                 "the control state of step %d holds no snapshot: no reference for the next step",
                 self._step,
@@ -200,56 +197,52 @@ class GradientControl:
     def _measure(
         self, parameters: Mapping[str, Tensor], grads: Mapping[str, Tensor], max_norm: float | None
     ) -> Products:
-        """Inner products of the gradients and the reference; in mode "off" of the gradients alone."""
+        """Inner products of the gradients and the reference; "off": of the gradients alone."""
         if self.mode == "off":
             if max_norm is None and any(unmeasurable(grad) for grad in grads.values()):
-                return (
-                    UNMEASURED  # the bare optimizer may take what we cannot: "off" never stops it
-                )
+                return UNMEASURED  # "off" never stops an optimizer that takes such gradients
             require_measurable(grads)
             return products([Pair(grad, None) for grad in grads.values()])
         if not grads:
             raise ValueError(
-                f"every gradient is None ({len(parameters)} parameters): nothing to measure. Call this after backward() and "
-                "before gradients are freed; under DeepSpeed ZeRO, which steps inside its engine, use its own access "
-                "(deepspeed.utils.safe_get_full_grad)"
+                f"every gradient is None ({len(parameters)} parameters): nothing to measure. Call "
+                "this after backward() and before gradients are freed; DeepSpeed ZeRO keeps them "
+                "to itself: use its own access (deepspeed.utils.safe_get_full_grad)"
             )
         require_measurable(grads)
-        known = self._known(parameters)
-        return products(
-            [
-                Pair(
-                    grads.get(name),
-                    self._reference.get(name, parameter) if name in known else None,
-                    compared=name in known,
-                )
-                for name, parameter in parameters.items()
-            ]
-        )
-
-    def _known(self, parameters: Mapping[str, Tensor]) -> set[str]:
-        """The parameters the reference speaks about; tells once of a set that changed."""
         known = set(self._reference.known)
-        change = parameters.keys() - known, known - parameters.keys()
-        if not self._reference.is_empty and any(change) and change != self._noticed_change:
-            _log.warning(
-                "the set of trained parameters changed: %d new (%s), %d gone (%s); only the shared part is compared",
-                *(part for names in change for part in (len(names), _some(names))),
-            )
-            self._noticed_change = change
-        return known
+        self._tell_of_change(parameters.keys(), known)
+        pairs = []
+        for name, parameter in parameters.items():
+            if name in known:
+                pairs.append(Pair(grads.get(name), self._reference.get(name, parameter)))
+            else:
+                pairs.append(Pair(grads.get(name), None, compared=False))
+        return products(pairs)
+
+    def _tell_of_change(self, names: Set[str], known: Set[str]) -> None:
+        change = set(names - known), set(known - names)
+        if self._reference.is_empty or not any(change) or change == self._noticed_change:
+            return
+        self._noticed_change = change
+        new, gone = change
+        _log.warning(
+            "the set of trained parameters changed, %d are new (%s) and %d gone (%s): "
+            "only the shared part is compared",
+            *(len(new), _some(new), len(gone), _some(gone)),
+        )
 
     def _decide(
         self, parameters: Mapping[str, Tensor], measured: Products, within_batch: bool
     ) -> Decision:
-        """What the measurement calls for, whatever the mode (but "off")."""
+        """What the measurement calls for."""
         if self.mode == "off":
             return Decision("pass", "off")
         if not measured.finite:
             return Decision("skip", "non-finite")
         cosine = measured.cosine
         if cosine is None:
-            return Decision("undefined", self._why_undefined(parameters, measured))
+            return Decision("undefined", self._why_undefined(parameters.keys(), measured))
         if within_batch:
             return Decision("pass", "same batch")
         decision = self.rules.decide(cosine, self._skips_in_a_row, measured.reach)
@@ -257,19 +250,19 @@ class GradientControl:
             return replace(decision, reason=f"{decision.reason} (parameter set changed)")
         return decision
 
-    def _why_undefined(self, parameters: Mapping[str, Tensor], measured: Products) -> str:
+    def _why_undefined(self, names: Set[str], measured: Products) -> str:
         if measured.gg == 0.0:
             return "zero gradient"
         if self._reference.is_empty:
             return "first step" if self._step == 0 else "no reference"
-        if not parameters.keys() & set(self._reference.known):
+        if names.isdisjoint(self._reference.known):
             return "no shared parameter"
         if measured.gg_compared == 0.0:
             return "zero gradient on the shared parameters"
         return "zero reference" if measured.pp == 0.0 else "reference not finite"
 
     def _allowed(self, wanted: Decision) -> Decision:
-        """What the mode lets happen of a decision. Nobody may act on a record of "observe" as on one of "control"."""
+        """What the mode lets happen: a record of "observe" never tells its host to act."""
         if self.mode != "observe" or wanted.regime in ("pass", "undefined"):
             return wanted
         if wanted.reason == "non-finite":
@@ -291,31 +284,30 @@ class GradientControl:
         keep = self.mode != "off" and measured.finite and measured.gg > 0.0
         store_raw = self._keeps_raw or plan.leaves_rounding
         for name, grad in grads.items():
-            reference = self._reference.get(name, grad) if plan.coefficient else None
+            parameter = parameters[name]
+            reference = self._reference.get(name, parameter) if plan.coefficient else None
             if reference is not None:
-                target = writable_gradient(parameters[name])
+                target = writable_gradient(parameter, grad)
                 project_(target, reference, plan.coefficient, plan.clip_factor, store_raw)
                 continue
             if keep:
                 self._reference.store(name, grad)
             if plan.clip_factor != 1.0:
-                scale_(writable_gradient(parameters[name]), plan.clip_factor)
+                scale_(writable_gradient(parameter, grad), plan.clip_factor)
         if keep:
-            self._reference.keep_only(tuple(parameters), set(grads))
+            self._reference.keep_only(tuple(parameters), grads.keys())
             self._reference.batch = batch
 
 
 def _effective_mode(mode: Mode) -> Mode:
-    """The constructor's mode, or that of the environment variable SIDESTEP_MODE where it is set."""
+    """The constructor's mode, or that of the environment variable where it is set."""
     require_choice("mode", mode, get_args(Mode))
     override = os.environ.get(MODE_VARIABLE)
     if not override:
         return mode
     require_choice(MODE_VARIABLE, override, get_args(Mode))
     if override != mode:
-        _log.warning(
-            "mode=%r by the environment variable %s, not %r", override, MODE_VARIABLE, mode
-        )
+        _log.warning("mode=%r from the environment variable %s", override, MODE_VARIABLE)
     return cast(Mode, override)
 
 

@@ -1,4 +1,4 @@
-"""Inner products of this step's gradient and the reference, each over all parameters as one vector.
+"""Inner products of this step's gradient g and the reference p, each over all parameters.
 
 The only place where ranks would talk: a product over all ranks is the sum of the ranks' products.
 """
@@ -19,10 +19,10 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One parameter's part of the gradient g and of the reference p. None stands for zeros.
+    """One parameter's part of g and of p. None stands for zeros.
 
-    compared: whether the reference speaks about this parameter; g counts only for the norm if not
-        (p is None then).
+    compared: whether the reference speaks about this parameter. If not, g counts for the norm
+        alone and p is None.
     """
 
     g: Tensor | None
@@ -32,20 +32,20 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """Inner products in float64, errors below 1e-9 |g||p| for float16, bfloat16 and float32 tensors.
+    """Inner products, computed in float64: their error is below 1e-9 |g||p|.
 
-    gg: <g,g> over all parameters. gg_compared: over those the reference speaks about, as are pp and
-        gp.
-    pp_reachable: <p,p> over the parameters that have a gradient: what is None now cannot be
+    gg: <g,g> over all parameters.
+    gg_compared, pp, gp: over the parameters the reference speaks about.
+    pp_reachable: <p,p> over those of them that have a gradient. Where it is None nothing can be
         projected.
     finite: every element of g is a finite number.
     """
 
     gg: float
-    pp: float
-    gp: float
     gg_compared: float
+    pp: float
     pp_reachable: float
+    gp: float
     finite: bool
 
     @property
@@ -54,27 +54,17 @@ class Products:
         return math.sqrt(self.gg)
 
     @property
-    def norm_compared(self) -> float:
-        """|g| over the parameters the reference speaks about."""
-        return math.sqrt(self.gg_compared)
-
-    @property
-    def reference_norm(self) -> float:
-        """|p|."""
-        return math.sqrt(self.pp)
-
-    @property
-    def reach(self) -> float:
-        """|p over the parameters that have a gradient| / |p|, in [0, 1]; 1 for p = 0."""
-        return math.sqrt(self.pp_reachable / self.pp) if self.pp > 0.0 else 1.0
-
-    @property
     def cosine(self) -> float | None:
         """<g,p> / (|g||p|), in [-1, 1]; None where one of them is zero or not finite."""
-        lengths = self.norm_compared * self.reference_norm
+        lengths = math.sqrt(self.gg_compared) * math.sqrt(self.pp)
         if not 0.0 < lengths < math.inf:
             return None
         return max(-1.0, min(1.0, self.gp / lengths))
+
+    @property
+    def reach(self) -> float:
+        """|p where there is a gradient| / |p|, in [0, 1]; 1 for p = 0."""
+        return math.sqrt(self.pp_reachable / self.pp) if self.pp > 0.0 else 1.0
 
 
 # Of gradients that nobody looked at.
@@ -82,26 +72,26 @@ UNMEASURED = Products(math.nan, math.nan, math.nan, math.nan, math.nan, finite=F
 
 
 def products(pairs: Sequence[Pair]) -> Products:
-    """The inner products of two vectors given parameter by parameter, in any split and order.
+    """The inner products of two vectors that are given parameter by parameter.
 
-    Accurate for any number of elements, values from 1e-25 to 1e20 and far beyond, and float16 sums
-    past 65504.
+    Any number of elements, any split, values from 1e-25 to 1e20 and far beyond, float16 sums past
+    65504. Reads every tensor once.
     """
     with_g = [pair for pair in pairs if pair.g is not None]
     all_compared = all(pair.compared for pair in with_g)
     gs_compared = [] if all_compared else [pair.g for pair in with_g if pair.compared]
-    # Reference parts whose gradient is None still count for |p|. They are summed apart so that the
-    # bits of <g,g> do not depend on whether there is a reference.
+    # Reference parts without a gradient are summed apart: the bits of <g,g> must not depend on
+    # whether there is a reference.
     ps_alone = [pair.p for pair in pairs if pair.g is None]
     sums = torch.cat([_sums(with_g), _squares(ps_alone), _squares(gs_compared)])
     # Across ranks: one all-reduce (sum) of `sums` belongs here, and nothing else in this package.
     gg, pp, gp, pp_alone, gg_compared = sums.tolist()
     return Products(
         gg=gg,
-        pp=pp + pp_alone,
-        gp=gp,
         gg_compared=gg if all_compared else gg_compared,
+        pp=pp + pp_alone,
         pp_reachable=pp,
+        gp=gp,
         finite=math.isfinite(gg),
     )
 
@@ -119,7 +109,7 @@ def _squares(tensors: Sequence[Tensor | None]) -> Tensor:
 
 
 def unmeasurable(grad: Tensor) -> str | None:
-    """What is wrong with a gradient that `products` cannot take, with the fix; None if it can."""
+    """Why `products` cannot take a gradient, with the fix; None if it can."""
     if grad.layout != torch.strided:
         return f"is sparse ({grad.layout}): use dense gradients (Embedding(sparse=False))"
     if hasattr(grad, "placements"):

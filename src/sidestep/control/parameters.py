@@ -11,9 +11,9 @@ from sidestep.control.geometry import unmeasurable
 
 
 def trained_parameters(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Parameters that require a gradient, by name and in order; a tied one once, under its first name.
+    """Parameters that require a gradient, by name and in order; a tied one once.
 
-    Raises ValueError if there is none or two different ones share a name.
+    Raises ValueError if there is none or if two different ones share a name.
     """
     trained: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -30,7 +30,7 @@ def trained_parameters(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[s
 
 
 def gradients(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The gradients that are not None, cut off from any history, by name."""
+    """The gradients that are not None, without history, by name."""
     return {
         name: parameter.grad.detach()
         for name, parameter in parameters.items()
@@ -46,20 +46,18 @@ def require_measurable(grads: Mapping[str, Tensor]) -> None:
             raise ValueError(f"the gradient of parameter {name!r} {problem}")
 
 
-def writable_gradient(parameter: Tensor) -> Tensor:
-    """The parameter's gradient for writing in place, without history.
+def writable_gradient(parameter: Tensor, grad: Tensor) -> Tensor:
+    """`grad`, the parameter's gradient, for writing in place.
 
     A broadcast view (stride 0) cannot be written element by element: the parameter gets a full copy
-    instead.
+    in its place.
     """
-    grad = parameter.grad
-    if grad is None:
-        raise ValueError("the parameter has no gradient to write")
     if any(n > 1 and stride == 0 for n, stride in zip(grad.shape, grad.stride(), strict=True)):
-        grad = parameter.grad = grad.detach().clone(memory_format=torch.contiguous_format)
-    return grad.detach()
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        parameter.grad = grad
+    return grad
 
 
 def rounding_unit(grads: Mapping[str, Tensor]) -> float:
-    """Relative size of what rounding may leave in the coarsest of the gradients' dtypes."""
+    """Relative rounding unit of the coarsest of the gradients' dtypes."""
     return max((torch.finfo(grad.dtype).eps for grad in grads.values()), default=0.0)

@@ -13,20 +13,19 @@ class ControlRecord:
     """One step of a `GradientControl`. All numbers are finite; what does not exist is None.
 
     step: number of the step, from 0, skipped ones included.
-    regime: what happened. "skip": there must be no optimizer step. "undefined": no cosine, the
-        optimizer runs.
-    decision: what the cosine calls for. It equals `regime` but in mode "observe", which decides and
-        changes nothing.
-    reason: why, in a few fixed words ("above high", "first step", "non-finite", "same batch", ...).
+    regime: what happened. "skip": there must be no optimizer step. "undefined": there is no cosine
+        and the optimizer runs.
+    decision: what the measurement calls for. It equals `regime` but in mode "observe", which
+        decides and changes nothing.
+    reason: why, in a few fixed words ("above high", "first step", "non-finite", ...).
     cosine: <g,p> / (|g||p|) with the reference p, in [-1, 1], over the parameters both have.
-    cosine_applied: the same for what the optimizer gets; None on skip and where nothing is left.
-    cosine_within_batch: the cosine where g and p come from one rollout batch; `cosine` is None
-        then.
-    norm_raw: |g| over all parameters before control; None if it is not a finite number.
-    norm_applied: after control and before clipping, from the measured products; 0 on skip.
+    cosine_applied: the same for what the optimizer gets. None on skip and where nothing is left.
+    cosine_within_batch: the cosine where g and p are from one rollout batch; `cosine` is None then.
+    norm_raw: |g| over all parameters before control. None if it is not a finite number.
+    norm_applied: after control and before clipping, from the measured products. 0 on skip.
     clip_factor: what the gradient was multiplied with to respect `max_norm`; 1 without clipping.
     step_scale: factor on the learning rate of this step; 1 but in regime "damp".
-    skips_in_a_row: decisions to skip up to and including this one; non-finite steps do not count.
+    skips_in_a_row: decisions to skip up to and with this one; non-finite steps do not count.
     """
 
     step: int

@@ -16,8 +16,7 @@ Above = Literal["skip", "damp", "project"]
 class Decision:
     """What to do with a step.
 
-    removed: share a of the part of g along the reference p that is taken out: g' = g - a c |g|
-        p/|p|.
+    removed: the share a of g's part along p that is taken out: g' = g - a c |g| p/|p|.
     step_scale: factor on the learning rate of this step.
     """
 
@@ -31,12 +30,12 @@ class Decision:
 class Rules:
     """When a cosine c is acted on, and how hard.
 
-    pass while c <= low; project while low < c <= high; over high what `above` says. Only c > 0 is
-    ever acted on: opposed gradients are the healthy sign of a step that was long enough.
+    Pass while c <= low, project while low < c <= high, over high do what `above` says. Only c > 0
+    is ever acted on: opposed gradients are the healthy sign of a step that was long enough.
 
     strength: share of the parallel part that a projection removes, in (0, 1].
-    residual: instead of strength, the cosine a projection leaves behind, in [0, low].
-    damp_power: the step is multiplied by (1 - c) ** damp_power in regime "damp".
+    residual: instead of strength, the cosine that a projection leaves behind, in [0, low].
+    damp_power: in regime "damp" the step is multiplied by (1 - c) ** damp_power.
     max_skips: skips in a row after which the step is projected instead.
 
     Raises ValueError naming the argument and its value.
@@ -56,7 +55,7 @@ class Rules:
             if not -1.0 <= cosine <= 1.0:
                 raise ValueError(f"{name}={cosine} is not a cosine: it must be in [-1, 1]")
         if self.low > self.high:
-            raise ValueError(f"low={self.low} is above high={self.high}: low must be at most high")
+            raise ValueError(f"low={self.low} is above high={self.high}: it must be at most high")
         require_number("strength", self.strength)
         if not 0.0 < self.strength <= 1.0:
             raise ValueError(f"strength={self.strength} must be in (0, 1]")
@@ -80,10 +79,10 @@ class Rules:
             )
 
     def decide(self, cosine: float, skips_in_a_row: int, reach: float = 1.0) -> Decision:
-        """What a step with this cosine gets, after `skips_in_a_row` skips directly before it.
+        """What a step with this cosine gets.
 
-        reach: the share of |p| that lies on parameters which have a gradient now
-            (`Products.reach`).
+        skips_in_a_row: skips directly before it.
+        reach: share of |p| on parameters that have a gradient now (`Products.reach`).
         """
         if cosine <= max(self.low, 0.0):
             return Decision("pass", "at most low" if cosine <= self.low else "not positive")
@@ -97,20 +96,17 @@ class Rules:
         return Decision("project", reason, removed=self.removed_share(cosine, reach))
 
     def removed_share(self, cosine: float, reach: float = 1.0) -> float:
-        """The share a that a projection removes: `strength`, or the one that leaves cosine `residual`.
+        """The share a that a projection removes: `strength`, or what leaves cosine `residual`.
 
-        With residual r: a = 1 - r sqrt(1 - c^2) / (c sqrt(1 - r^2)), from <g',p> = (1 - a) <g,p>
-        and |g'|^2 = |g|^2 (1 - (2a - a^2) c^2). Where only a part of p can be reached, both cosines
-        are taken with that part.
+        a = 1 - r sqrt(1 - c^2) / (c sqrt(1 - r^2)) for residual r, from <g',p> = (1 - a) <g,p> and
+        |g'|^2 = |g|^2 (1 - (2a - a^2) c^2). Where only a part of p can be reached, c and r are the
+        cosines with that part.
         """
         if self.residual is None:
             return self.strength
         c, r = min(1.0, cosine / reach), self.residual / reach
-        if r >= c:
-            return 0.0
-        return 1.0 - r * _across(c) / (c * _across(r))
+        return 1.0 - r * _sine(c) / (c * _sine(r)) if r < c else 0.0
 
 
-def _across(cosine: float) -> float:
-    """The sine that belongs to a cosine."""
+def _sine(cosine: float) -> float:
     return math.sqrt((1.0 - cosine) * (1.0 + cosine))

@@ -222,7 +222,7 @@ class ControlHandle:
                 parameter.grad = grad
         for group, rate in step.rates:
             group["lr"] = rate
-        if step.grad_scale is not None and getattr(self._optimizer, "grad_scale", None) is None:
+        if step.grad_scale is not None:
             vars(self._optimizer)["grad_scale"] = step.grad_scale
 
     def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:

@@ -138,9 +138,9 @@ def _fits_float32(factor: float) -> bool:
 
 
 def _chunks(first: Tensor, second: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Views of two tensors of one shape, chunk by chunk; whole if a layout does not allow it."""
-    if first.is_contiguous() and second.is_contiguous():
-        size = _chunk_size(first.device)
+    """Views of two tensors of one shape, chunk by chunk; whole if small or laid out otherwise."""
+    size = _chunk_size(first.device)
+    if first.numel() > size and first.is_contiguous() and second.is_contiguous():
         parts = torch.split(first.view(-1), size), torch.split(second.view(-1), size)
         yield from zip(*parts, strict=True)
     else:

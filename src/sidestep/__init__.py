@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from sidestep.config.loading import load_config
     from sidestep.control.attach import ControlHandle, attach
     from sidestep.control.controller import ControlRecord, GradientControl
+    from sidestep.control.simulate import (
+        SimulationResult,
+        simulate,
+        stability_edge,
+        stability_map,
+    )
 
 __version__ = "0.1.0"
 
@@ -25,10 +31,14 @@ __all__ = [
     "ControlRecord",
     "GradientControl",
     "RunConfig",
+    "SimulationResult",
     "__version__",
     "attach",
     "load_config",
     "losses",
+    "simulate",
+    "stability_edge",
+    "stability_map",
     "train",
 ]
 
@@ -38,7 +48,11 @@ _HOME = {
     "ControlRecord": "sidestep.control.controller",
     "GradientControl": "sidestep.control.controller",
     "RunConfig": "sidestep.config",
+    "SimulationResult": "sidestep.control.simulate",
     "load_config": "sidestep.config.loading",
+    "simulate": "sidestep.control.simulate",
+    "stability_edge": "sidestep.control.simulate",
+    "stability_map": "sidestep.control.simulate",
     "train": "sidestep.build",
 }
 

@@ -81,6 +81,77 @@ def report(
         print_report(run)
 
 
+@app.command()
+def simulate(
+    lags: Annotated[
+        str | None,
+        typer.Option(metavar="S,S,...", help="Lags in steps. Default: 0,8,32."),
+    ] = None,
+    lrs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="X,X,...",
+            help="Learning rates. Default: 0.02,0.05,0.1,0.2,0.4,0.8,1.6.",
+        ),
+    ] = None,
+    controls: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="Default, all: none,previous,skip,displacement,half,secant.",
+        ),
+    ] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="sgd (default), momentum or adam."),
+    ] = None,
+    momentum: Annotated[
+        float | None, typer.Option(help="Of --optimizer momentum. Default: 0.9.")
+    ] = None,
+    lag_kind: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="fixed (default), or random with --lags as means: geometric or heavy.",
+        ),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of each run. Default: 2000.")] = None,
+    dim: Annotated[int | None, typer.Option(help="Parameters. Default: 50.")] = None,
+    noise: Annotated[
+        float | None, typer.Option(help="Length of the gradients' noise. Default: 0.1.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
+    seeds: Annotated[int, typer.Option(help="How many seeds.")] = 1,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a list of objects and nothing else.")
+    ] = False,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Write heat maps as well.")
+    ] = None,
+) -> None:
+    """Map where stale gradient descent is stable, on a quadratic: no model, seconds."""
+    with exit_codes():
+        from sidestep.cli.simulate import run_simulation
+
+        run_simulation(
+            lags=lags,
+            lrs=lrs,
+            controls=controls,
+            seed=seed,
+            seeds=seeds,
+            setting={
+                "optimizer": optimizer,
+                "momentum": momentum,
+                "lag_kind": lag_kind,
+                "steps": steps,
+                "dim": dim,
+                "noise": noise,
+            },
+            as_json=as_json,
+            picture=picture,
+        )
+
+
 def main() -> None:
     """Entry point of the `sidestep` script. Exits with a code of `sidestep.cli.exits`."""
     # Before any command can import torch, which reads these variables once.

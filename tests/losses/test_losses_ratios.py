@@ -12,6 +12,7 @@ from sidestep.losses import (
     effective_sample_size_fraction,
     importance_ratio,
     k1,
+    k2,
     k3,
     ratio_sums,
 )
@@ -72,13 +73,28 @@ def test_recomputed_anchor_makes_the_ratio_exactly_one_and_behaviour_does_not():
 
     assert ratio("recomputed").tolist() == [[1.0, 1.0]]
     assert ratio("behaviour").tolist() == [pytest.approx([math.exp(-0.2), math.exp(1.3)], rel=1e-5)]
-    with pytest.raises(ValueError, match=r"anchor is 'proximal'.*behaviour, recomputed"):
-        ratio("proximal")
+    with pytest.raises(ValueError, match=r"anchor is 'old'.*behaviour, proximal, loglinear, recom"):
+        ratio("old")
+
+
+def test_proximal_anchor_is_what_was_handed_over_and_never_has_a_gradient():
+    logprobs = torch.tensor([[-0.3, -7.7]], requires_grad=True)
+    proximal = torch.tensor([[-0.4, -7.0]], requires_grad=True)
+    anchor = anchor_logprobs("proximal", logprobs, logprobs, proximal_logprobs_BT=proximal)
+    assert torch.equal(anchor, proximal)
+    assert not anchor.requires_grad
+    lag = torch.tensor([[0, 3]])
+    assert not anchor_logprobs("loglinear", logprobs, proximal, lag_BT=lag).requires_grad
+    with pytest.raises(ValueError, match="'proximal' needs proximal_logprobs_BT"):
+        anchor_logprobs("proximal", logprobs, logprobs)
+    with pytest.raises(ValueError, match="'loglinear' needs lag_BT"):
+        anchor_logprobs("loglinear", logprobs, logprobs)
 
 
 def test_kl_estimates_by_hand():
     d = torch.tensor([0.0, math.log(2.0), -math.log(2.0)])
     assert k1(d).tolist() == pytest.approx([0.0, 0.6931472, -0.6931472], abs=1e-6)
+    assert k2(d).tolist() == pytest.approx([0.0, 0.2402265, 0.2402265], abs=1e-6)
     assert k3(d).tolist() == pytest.approx([0.0, 0.1931472, 0.3068528], abs=1e-6)
 
 
@@ -99,16 +115,17 @@ def test_k3_keeps_its_digits_near_zero():
 
 
 @pytest.mark.parametrize("gap", [100.0, -100.0, 1e4, -1e4, 3e38, -3e38, math.inf, -math.inf])
-def test_b35_a_huge_gap_gives_a_value_of_at_most_ten_and_a_finite_gradient(gap):
+@pytest.mark.parametrize("estimate", [k2, k3])
+def test_b35_a_huge_gap_gives_a_value_of_at_most_ten_and_a_finite_gradient(estimate, gap):
     policy = torch.zeros(1, 1, requires_grad=True)
     reference_minus_policy = torch.full((1, 1), gap) - policy
-    value = k3(-reference_minus_policy)
+    value = estimate(-reference_minus_policy)
     value.sum().backward()
     assert 0.0 <= value.item() <= 10.0
     assert policy.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("estimate", [k1, k3, importance_ratio])
+@pytest.mark.parametrize("estimate", [k1, k2, k3, importance_ratio])
 @bounded
 @given(d=wide_log_ratios)
 def test_b35_every_estimate_is_finite_and_bounded_with_its_gradient(estimate, d):
@@ -119,7 +136,7 @@ def test_b35_every_estimate_is_finite_and_bounded_with_its_gradient(estimate, d)
     assert value.abs().item() <= (math.exp(20.0) * 1.001 if estimate is importance_ratio else 10.0)
 
 
-@pytest.mark.parametrize("estimate", [k1, k3, importance_ratio])
+@pytest.mark.parametrize("estimate", [k1, k2, k3, importance_ratio])
 def test_gradients_equal_finite_differences(estimate):
     d = torch.tensor([-1.5, -0.1, 0.2, 2.0], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(estimate, (d,))

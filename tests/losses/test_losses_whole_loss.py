@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sidestep.losses import (
+    PolicyInputs,
     aggregate,
     anchor_logprobs,
     bounded_log_ratio,
@@ -205,3 +206,27 @@ def test_a_penalty_towards_a_reference_is_added_per_token_and_pulls_towards_it()
     aggregate("token", 0.1 * penalty, mask, count_denominators(mask)).backward()
     # d/dlogp of exp(-d) - 1 + d is 1 - exp(-d) = 1 - 0.8/0.5 = -0.6; dlogp/dlogit = +-0.5.
     assert logits.grad.tolist() == [[pytest.approx([-0.03, 0.03], abs=1e-6)]]
+
+
+def test_b58_truncated_sampling_reads_the_kept_mass_and_one_on_the_same_support():
+    # Two of five tokens are kept: the engine's probabilities are those of the kept ones alone.
+    probs = torch.tensor([[[0.6, 0.27, 0.06, 0.05, 0.02]]])
+    ids, mask = torch.tensor([[0]]), torch.ones(1, 1)
+    engine = (probs[..., 0] / 0.87).log()
+
+    def ratio(logits):
+        return importance_ratio(bounded_log_ratio(token_logprobs(logits, ids, 1.0), engine, mask))
+
+    assert float(ratio(probs.log())) == pytest.approx(0.87, abs=1e-6)
+    support = torch.tensor([True, True, False, False, False])
+    assert float(ratio(probs.log().masked_fill(~support, -math.inf))) == pytest.approx(1.0)
+
+
+def test_b59_as_many_log_probabilities_as_sampled_ids_or_an_error():
+    # "he", "llo" was sampled; its text encodes as one token, with one log-probability.
+    sampled = torch.tensor([[-0.5, -0.7]])
+    encoded_again = torch.tensor([[-0.4]])
+    with pytest.raises(ValueError, match=r"anchor_logprobs_BT \(1, 1\)"):
+        bounded_log_ratio(sampled, encoded_again, torch.ones(1, 2))
+    with pytest.raises(ValueError, match=r"behaviour_logprobs_BT \(1, 1\)"):
+        PolicyInputs(sampled, sampled, encoded_again, torch.ones(1, 2), torch.ones(1, 2))

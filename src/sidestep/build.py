@@ -22,6 +22,7 @@ from sidestep.control.controller import GradientControl
 from sidestep.diagnostics.environment import environment_facts
 from sidestep.diagnostics.progress import Progress
 from sidestep.diagnostics.recorder import Recorder
+from sidestep.doctor import checked
 from sidestep.engines.channel import WeightChannel
 from sidestep.engines.embedded import EmbeddedEngine
 from sidestep.errors import CheckpointError, UsageError
@@ -82,6 +83,7 @@ def check_inputs(config: RunConfig) -> Inputs:
         GradientControl(**config.control.model_dump())
     except ValueError as error:  # its messages begin with the argument's name
         raise UsageError(f"control.{error}") from error
+    checked(config)
     model_folder = check_model(config.model.path)
     tokenizer = load_tokenizer(str(model_folder))
     task = make_task(config.task)

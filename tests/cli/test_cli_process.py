@@ -38,7 +38,15 @@ LOADED = f"print('loaded', [name for name in {HEAVY!r} if name in sys.modules])"
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["train", "--help"], ["report", "--help"], ["--version"], ["nope"]]
+    "arguments",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["report", "--help"],
+        ["doctor", "--help"],
+        ["--version"],
+        ["nope"],
+    ],
 )
 def test_help_loads_nothing_heavy(arguments, tmp_path):
     result = command(*arguments, after=LOADED, cwd=tmp_path)
@@ -71,12 +79,12 @@ THREADS = "import os; print(os.environ['OMP_NUM_THREADS'], os.environ['OMP_WAIT_
 
 def test_threads_are_set_before_torch_can_be_imported(tmp_path):
     watch = (
-        "import os, types\n"
-        "build = types.ModuleType('sidestep.build')\n"
-        "def train(config, run_dir, *, resume):\n"
-        f"    {THREADS}; raise SystemExit('torch' in sys.modules)\n"
-        "build.train = train\n"
-        "sys.modules['sidestep.build'] = build\n"
+        "import os, sys\n"
+        "class Watch:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch':\n"
+        f"            {THREADS}; raise SystemExit(0)\n"
+        "sys.meta_path.insert(0, Watch())\n"
         "os.sched_getaffinity = lambda pid: set(range(6))\n"
     )
     result = command("train", before=watch, cwd=tmp_path)

@@ -35,7 +35,17 @@ def test_the_default_run_folder_is_named_after_the_recipe(sidestep, fake_run):
 def test_warnings_come_before_the_run_and_name_their_key(sidestep, fake_run):
     code, _, err = sidestep("train", "naive-async")
     assert code == 0
-    assert err.startswith('warning: loss.anchor = "recomputed": the ratio is always 1')
+    first, second = err.splitlines()
+    assert first.startswith('warning: loss.policy = "ppo", loss.anchor = "recomputed", ')
+    assert "always 1" in first and "(use anchor 'behaviour')" in first
+    assert "stale samples are taken for fresh ones" in second
+
+
+def test_a_combination_that_the_losses_call_an_error_is_refused(sidestep, fake_run):
+    code, out, err = sidestep("train", "--set", "loss.correction=tis")
+    assert (code, out, fake_run.calls) == (2, "", [])
+    assert len(err.splitlines()) == 1
+    assert "loss.correction" in err and "use correction 'none'" in err
 
 
 def written_run(path="runs/a", **changes) -> Path:

@@ -103,7 +103,7 @@ def test_an_override_is_toml_or_else_text(override, section, key, value):
         (
             "[rollout]\nq = 1\n",
             "recipe.toml:2: unknown config key 'rollout.q' (keys of [rollout]: lag_mode, max_lag, "
-            "group_size, groups_per_step, drop_equal_rewards, timeout_s)",
+            "group_size, groups_per_step, drop_equal_rewards, mask_truncated, timeout_s)",
         ),
         (
             "[zz]\n",
@@ -161,6 +161,15 @@ def test_an_override_is_toml_or_else_text(override, section, key, value):
             "[control]\nlow = -2\n",
             "recipe.toml:2: control.low = -2: must be a number of at least -1 and at most 1 or "
             '"calibrate"',
+        ),
+        (
+            '[loss]\ncorrection = "tsi"\n',
+            'recipe.toml:2: loss.correction = "tsi": must be "none", "importance", "tis", '
+            '"icepop", "sequence_mis", "geometric" or "opsm" or a list of them',
+        ),
+        (
+            "[loss]\ntis_cpa = 2\n",
+            "recipe.toml:2: unknown config key 'loss.tis_cpa' (did you mean 'loss.tis_cap'?)",
         ),
         (
             "[rollout]\ndrop_equal_rewards = 1\n",

@@ -7,7 +7,6 @@ import pytest
 from sidestep.config import RunConfig
 from sidestep.config.loading import load_config
 from sidestep.config.recipes import find_recipe, recipes_dir
-from sidestep.config.rules import config_warnings
 from sidestep.errors import UsageError
 
 NAMES = ["naive-async", "naive-async-controlled", "quickstart", "sync"]
@@ -38,12 +37,6 @@ def test_the_quickstart_is_bounded_lag_four_with_control():
     config = load_config(find_recipe("quickstart"))
     assert (config.rollout.lag_mode, config.rollout.max_lag) == ("bounded", 4)
     assert (config.control.mode, config.loss.anchor) == ("control", "behaviour")
-    assert config_warnings(config) == []
-
-
-def test_naive_asynchrony_warns_of_what_it_is():
-    (warning,) = config_warnings(load_config(find_recipe("naive-async")))
-    assert "nothing in the loss corrects for a lag of up to 8" in warning
 
 
 def test_the_controlled_recipe_differs_from_the_naive_one_in_control_alone():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from sidestep.config import RunConfig
 from sidestep.config.keys import KEYS, SECTIONS
 from sidestep.config.loading import load_config
+from sidestep.config.loss import OPTIONS, option_key
 from sidestep.config.writing import to_toml
 
 
@@ -23,6 +24,9 @@ def values_of(schema):
         return st.sampled_from(schema["enum"])
     if "prefixItems" in schema:
         return st.tuples(*(values_of(item) for item in schema["prefixItems"]))
+    if "items" in schema:
+        items = values_of(schema["items"])
+        return st.lists(items, min_size=schema["minItems"], unique=True).map(tuple)
     if schema["type"] == "integer":
         return st.integers(schema.get("minimum", -(2**40)), schema.get("exclusiveMaximum", 2**40))
     if schema["type"] == "number":
@@ -35,6 +39,26 @@ def values_of(schema):
             allow_infinity=False,
         )
     return {"null": st.none(), "boolean": st.booleans(), "string": st.text()}[schema["type"]]
+
+
+def bend_control(control):
+    if isinstance(control["low"], float) and isinstance(control["high"], float):
+        control["low"], control["high"] = sorted((control["low"], control["high"]))
+    if control["residual"] is not None:
+        control["strength"] = 1.0
+        if isinstance(control["low"], float):
+            below_low = control["low"] >= control["residual"]
+            control["residual"] = control["residual"] if below_low else None
+
+
+def bend_options(loss):
+    """Settings of losses that are not chosen are not allowed."""
+    chosen = [loss["policy"]]
+    chosen += [loss["correction"]] if isinstance(loss["correction"], str) else loss["correction"]
+    used = {option_key(name, option) for name in chosen for option in OPTIONS.get(name, ())}
+    for owner, options in OPTIONS.items():
+        for key in (option_key(owner, option) for option in options):
+            loss[key] = loss[key] if key in used else None
 
 
 @st.composite
@@ -58,19 +82,20 @@ def configs(draw):
         task["answer_regex"] = None
     rollout["group_size"] += 1
     rollout["drop_equal_rewards"] &= rollout["lag_mode"] == "bounded"
-    if loss["anchor"] == "behaviour":
-        engine["top_p"], engine["top_k"] = 1.0, 0
+    engine["top_p"], engine["top_k"] = draw(st.sampled_from([(1.0, 0), (0.5, 3)]))
+    if engine["top_p"] < 1.0:
+        loss["policy"], loss["anchor"], loss["correction"] = "ppo", "recomputed", "none"
+    bend_options(loss)
+    if loss["kl_coef"] == 0.0:
+        loss["kl_estimate"] = values["model"]["reference_path"] = None
+    elif loss["kl_place"] == "reward":
+        loss["kl_estimate"] = None
+    engine["max_new_tokens"] += task["overlong_tokens"]
+    rollout["groups_per_step"] += train["steps_per_batch"]
     if engine["batch_groups"] is not None:
         rollout["groups_per_step"] *= engine["batch_groups"]
     train["warmup_steps"] %= train["steps"]
-    loss["kl_coef"] = 0.0
-    if isinstance(control["low"], float) and isinstance(control["high"], float):
-        control["low"], control["high"] = sorted((control["low"], control["high"]))
-    if control["residual"] is not None:
-        control["strength"] = 1.0
-        if isinstance(control["low"], float):
-            below_low = control["low"] >= control["residual"]
-            control["residual"] = control["residual"] if below_low else None
+    bend_control(control)
     return RunConfig.model_validate({"seed": draw(st.integers(0, 2**63 - 1)), **values})
 
 

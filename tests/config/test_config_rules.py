@@ -3,9 +3,9 @@
 import pytest
 from pydantic import ValidationError
 
-from sidestep.config import ControlConfig, RolloutConfig, RunConfig
+from sidestep.config import RolloutConfig, RunConfig
 from sidestep.config.loading import load_config
-from sidestep.config.rules import config_warnings
+from sidestep.config.rules import find_problems
 from sidestep.errors import UsageError
 
 
@@ -57,8 +57,50 @@ from sidestep.errors import UsageError
             "control.residual = 0.05 replaces control.strength = 0.5: leave one of them out",
         ),
         (
-            ["loss.kl_coef=0.1"],
-            "loss.kl_coef = 0.1: a KL penalty is not available yet: set it to 0.0 or leave it out",
+            ["loss.kl_estimate=k2"],
+            'loss.kl_estimate = "k2" is not used with loss.kl_coef = 0.0: '
+            "set loss.kl_coef, or leave loss.kl_estimate out",
+        ),
+        (
+            ["loss.kl_coef=0.1", "loss.kl_place=reward", "loss.kl_estimate=k3"],
+            'loss.kl_estimate = "k3" with loss.kl_place = "reward": in a reward only k1 is the '
+            'penalty of the divergence itself: set loss.kl_estimate = "k1" or leave it out, or '
+            'loss.kl_place = "loss"',
+        ),
+        (
+            ["engine.top_p=0.9", "loss.anchor=recomputed", "loss.correction=tis"],
+            'engine.top_p = 0.9 with loss.correction = "tis": importance ratios need samples of '
+            "the whole distribution: set engine.top_p = 1.0",
+        ),
+        (
+            ["engine.top_k=5", "loss.anchor=recomputed", "loss.policy=dis"],
+            'engine.top_k = 5 with loss.policy = "dis": importance ratios need samples of '
+            "the whole distribution: set engine.top_k = 0",
+        ),
+        (
+            ["loss.tis_cap=3.0"],
+            'loss.tis_cap = 3.0 is not used with loss.policy = "ppo" and loss.correction = "none": '
+            "it is of tis: leave it out",
+        ),
+        (
+            ["loss.policy=sapo", "loss.clip_low=0.1"],
+            'loss.clip_low = 0.1 is not used with loss.policy = "sapo" and loss.correction = '
+            '"none": it is of ppo and dual_clip and gspo and dis: leave it out',
+        ),
+        (
+            ['loss.correction=["opsm", "opsm"]'],
+            'loss.correction = ["opsm", "opsm"] names a correction twice: leave one of them out',
+        ),
+        (
+            ["train.steps_per_batch=65"],
+            "train.steps_per_batch = 65 is more than rollout.groups_per_step = 64: a mini-batch "
+            "has whole groups: set train.steps_per_batch to at most 64 "
+            "(train.epochs_per_batch uses a batch again)",
+        ),
+        (
+            ["task.overlong_tokens=9"],
+            "task.overlong_tokens = 9 is more than engine.max_new_tokens = 8: "
+            "set task.overlong_tokens to at most 8",
         ),
         (
             ["task.kind=jsonl"],
@@ -107,6 +149,13 @@ def test_a_broken_rule_is_refused_with_the_fix(overrides, message):
         ["control.residual=0.1"],
         ["task.kind=function", "task.path=a.jsonl", "task.function=m:f"],
         ["rollout.drop_equal_rewards=true"],
+        ["rollout.group_size=1", "loss.advantage=reinforce_pp"],
+        ["engine.top_p=0.9", "loss.anchor=proximal"],
+        ["loss.policy=dis", "loss.clip_low=0.1"],
+        ['loss.correction=["tis", "geometric"]', "loss.tis_cap=3", "loss.geometric_high=1.1"],
+        ["loss.kl_coef=0.1", "loss.kl_place=reward"],
+        ["train.steps_per_batch=64", "train.epochs_per_batch=9"],
+        ["task.overlong_tokens=8"],
     ],
 )
 def test_the_edge_of_a_rule_is_allowed(overrides):
@@ -118,34 +167,16 @@ def test_a_config_made_in_python_obeys_the_same_rules():
         RunConfig(rollout=RolloutConfig(group_size=1))
 
 
-def test_the_defaults_warn_of_nothing():
-    assert config_warnings(RunConfig()) == []
-
-
-def test_a_ratio_that_is_always_one_is_warned_of_with_what_follows():
-    config = load_config(None, ["loss.anchor=recomputed", "rollout.max_lag=8"])
-    assert config_warnings(config) == [
-        'loss.anchor = "recomputed": the ratio is always 1, so loss.clip_low and loss.clip_high '
-        "do nothing, and nothing in the loss corrects for a lag of up to 8 "
-        '(loss.anchor = "behaviour" uses the ratio)'
+def test_without_the_rules_every_broken_one_can_be_listed():
+    overrides = ["rollout.group_size=1", "engine.top_p=0.9", "loss.tis_cap=2"]
+    config = load_config(None, overrides, any_combination=True)
+    assert [problem.code for problem in find_problems(config)] == [
+        "group_of_one",
+        "truncated_sampling",
+        "unused_key",
     ]
 
 
-def test_at_lag_zero_there_is_nothing_to_correct_for():
-    (warning,) = config_warnings(load_config(None, ["loss.anchor=recomputed", "rollout.max_lag=0"]))
-    assert "corrects" not in warning
-
-
-def test_a_truncated_sampler_is_warned_of_where_it_is_allowed():
-    config = load_config(None, ["loss.anchor=recomputed", "engine.top_k=5"])
-    assert config_warnings(config)[1] == (
-        "engine.top_p = 1.0, engine.top_k = 5: samples come from a truncated distribution, "
-        "the loss is that of the whole one"
-    )
-
-
-def test_snapshots_of_applied_gradients_are_warned_of_unless_control_is_off():
-    applied = ControlConfig(snapshot="applied")
-    (warning,) = config_warnings(RunConfig(control=applied))
-    assert warning.startswith('control.snapshot = "applied": the cosine then depends on what')
-    assert config_warnings(RunConfig(control=ControlConfig(snapshot="applied", mode="off"))) == []
+def test_a_key_of_a_wrong_kind_is_refused_even_without_the_rules():
+    with pytest.raises(UsageError, match=r"rollout\.max_lag = -1"):
+        load_config(None, ["rollout.max_lag=-1"], any_combination=True)

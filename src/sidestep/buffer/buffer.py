@@ -19,8 +19,10 @@ from sidestep.types import Group
 class GroupBuffer:
     """`admit` is woken by `drop` and `step_over`, `take` by `put` and `close`."""
 
-    def __init__(self, ledger: Ledger, *, timeout_s: float) -> None:
+    def __init__(self, ledger: Ledger, *, timeout_s: float, versions_per_step: int = 1) -> None:
+        """versions_per_step: optimizer steps on one rollout batch; each may add a version."""
         self.ledger = ledger
+        self.max_lag_versions = ledger.max_lag * versions_per_step
         self.timeout_s = timeout_s
         self.closed = False
         self._changed = asyncio.Event()
@@ -62,10 +64,11 @@ class GroupBuffer:
         groups = self.ledger.take()
         for group in groups:
             lag = version - group.oldest_version
-            if not 0 <= lag <= self.ledger.max_lag:
+            if not 0 <= lag <= self.max_lag_versions:
                 raise LagError(
                     f"group {group.index} has lag {lag} (version {version}, sampled by "
-                    f"{group.oldest_version}), rollout.max_lag is {self.ledger.max_lag}"
+                    f"{group.oldest_version}), and at most {self.max_lag_versions} is allowed "
+                    f"(rollout.max_lag = {self.ledger.max_lag} steps)"
                 )
         return groups
 

@@ -71,6 +71,33 @@ def train(
 
 
 @app.command()
+def doctor(
+    recipe: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RECIPE",
+            help="A TOML file, or the name of a packaged recipe. Default: quickstart.",
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a key, e.g. loss.policy=gspo."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a list of objects and nothing else.")
+    ] = False,
+) -> None:
+    """Find what would fail silently in a recipe and on this machine, with the fix.
+
+    Exit code: 0 nothing found, 1 something found, 2 the recipe cannot be read.
+    """
+    with exit_codes():
+        from sidestep.cli.doctor import run_doctor
+
+        run_doctor(recipe, overrides or [], as_json)
+
+
+@app.command()
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
 ) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from sidestep.config import RunConfig
 from sidestep.config.loading import load_config
 from sidestep.config.recipes import QUICKSTART, find_recipe
-from sidestep.config.rules import config_warnings
 from sidestep.errors import UsageError
 from sidestep.run_folder import CONFIG_FILE, check_new, check_resumable, default_run_dir
 
@@ -26,8 +25,11 @@ def run_training(
         config, run_dir = _resumed(recipe, overrides, run_dir)
     else:
         config, run_dir = _new(recipe, overrides, run_dir)
-    for warning in config_warnings(config):
-        print(f"warning: {warning}", file=sys.stderr)
+
+    from sidestep.doctor import checked
+
+    for finding in checked(config):
+        print(f"warning: {finding.line}", file=sys.stderr)
 
     from sidestep.build import train
     from sidestep.diagnostics.report import write_report

@@ -3,10 +3,10 @@
 Loads no torch.
 """
 
+from sidestep.config.loss import LossConfig
 from sidestep.config.schema import (
     ControlConfig,
     EngineConfig,
-    LossConfig,
     ModelConfig,
     RolloutConfig,
     RunConfig,

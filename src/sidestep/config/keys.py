@@ -86,6 +86,8 @@ def _in_words(schema: Mapping[str, Any]) -> str:
         return " or ".join(parts)
     if "const" in schema:
         return toml_value(schema["const"])
+    if "items" in schema:
+        return "a list of them"  # beside one of them: `loss.correction`
     if "enum" in schema:
         *most, last = (toml_value(choice) for choice in schema["enum"])
         return f"{', '.join(most)} or {last}"

@@ -22,18 +22,21 @@ from sidestep.config.keys import (
     unknown_key,
     unknown_section,
 )
-from sidestep.config.schema import RunConfig
+from sidestep.config.schema import ANY_COMBINATION, RunConfig
 from sidestep.config.writing import toml_value
 from sidestep.errors import UsageError
 
 OVERRIDE = "--set"
 
 
-def load_config(recipe: Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(
+    recipe: Path | None = None, overrides: Sequence[str] = (), *, any_combination: bool = False
+) -> RunConfig:
     """The config of a TOML file with overrides on top; without a file, the defaults.
 
     overrides: `section.key=value`, later ones win. The value is read as TOML; what is not TOML is
     taken as text, so `loss.anchor=recomputed` needs no quotes.
+    any_combination: allow keys that break the rules between them (`rules.find_problems`).
 
     Raises UsageError, one line with the place, the key, the value and the fix.
     """
@@ -46,7 +49,7 @@ def load_config(recipe: Path | None = None, overrides: Sequence[str] = ()) -> Ru
         target[name] = value
         source.overridden.add(key)
     try:
-        return RunConfig.model_validate(values)
+        return RunConfig.model_validate(values, context={ANY_COMBINATION: any_combination})
     except ValidationError as error:
         raise UsageError(_explain(error, source)) from error
 

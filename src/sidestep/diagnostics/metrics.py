@@ -30,6 +30,51 @@ class Metric:
     kind: Kind = "number"
 
 
+_OFF_POLICY: tuple[Metric, ...] = (
+    Metric(
+        "ratio/ess",
+        "fraction",
+        "effective sample size of the ratios current / behaviour over trained tokens: "
+        "(sum w)^2 / (n sum w^2); 1 means on policy",
+    ),
+    Metric(
+        "ratio/ess_sequences",
+        "fraction",
+        "the same of the products of the ratios over each sequence "
+        "(`train.ess_learning_rate` reads it)",
+    ),
+    Metric(
+        "ratio/clip_fraction",
+        "fraction",
+        "share of trained tokens at which the loss's own rule held the gradient back",
+    ),
+    Metric("ratio/clip_fraction_low", "fraction", "the part of it whose ratio was too small"),
+    Metric("ratio/clip_fraction_high", "fraction", "the part of it whose ratio was too large"),
+    Metric(
+        "ratio/kl_behaviour",
+        "nats",
+        "KL divergence per token from the behaviour policy to the current one, "
+        "estimated on the trained tokens (k3: never negative)",
+    ),
+    Metric("ratio/kl_behaviour_k1", "nats", "the same by k1: can be negative"),
+    Metric(
+        "ratio/chi_squared",
+        "1",
+        "mean of (ratio - 1)^2 over trained tokens: the variance of importance weights",
+    ),
+    Metric("ratio/drift", "1", "mean of abs(ratio - 1) over trained tokens"),
+    Metric("ratio/q01", "1", "ratio below which 1 % of the trained tokens lie"),
+    Metric("ratio/q10", "1", "the same for 10 %"),
+    Metric("ratio/q50", "1", "the same for half of them"),
+    Metric("ratio/q90", "1", "the same for 90 %"),
+    Metric("ratio/q99", "1", "the same for 99 %"),
+    Metric(
+        "ratio/masked_fraction",
+        "fraction",
+        "share of trained tokens that a correction dropped; 1 means that nothing was left",
+    ),
+)
+
 METRICS: tuple[Metric, ...] = (
     Metric(
         "step", "steps", "which trainer iteration this row is about, from 0; skipped ones count"
@@ -38,9 +83,11 @@ METRICS: tuple[Metric, ...] = (
         "version", "steps", "changes of the weights so far, this step's included; a skip is none"
     ),
     Metric("loss", "nats", "the loss that was differentiated, summed as `loss.aggregation` says"),
-    Metric("learning_rate", "1", "learning rate of this step's optimizer, before damping"),
+    Metric(
+        "learning_rate", "1", "learning rate of this step's (last) optimizer step, before damping"
+    ),
     # Rewards and completions
-    Metric("reward/mean", "reward", "mean reward over the completions of this step"),
+    Metric("reward/mean", "reward", "mean reward of the task over the completions of this step"),
     Metric("reward/std", "reward", "standard deviation of the reward over the completions"),
     Metric(
         "groups/equal_reward_fraction",
@@ -77,7 +124,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "align/cosine_within_batch",
         "cosine",
-        "alignment of optimizer steps that share one rollout batch: innocent, and never acted on",
+        "alignment of the last two optimizer steps that share one rollout batch: innocent, and "
+        "never acted on",
     ),
     Metric("align/regime", "text", "pass, project, damp, skip or undefined", "text"),
     Metric(
@@ -103,31 +151,90 @@ METRICS: tuple[Metric, ...] = (
         "mean over trained tokens: trainer's version minus the token's version",
     ),
     Metric("lag/max", "versions", "largest lag of a trained token"),
-    Metric("lag/bound", "versions", "largest lag that this run allows (`rollout.max_lag`)"),
+    Metric(
+        "lag/bound",
+        "versions",
+        "largest lag that this run allows: `rollout.max_lag`, or more "
+        "with several optimizer steps on a batch",
+    ),
     Metric(
         "lag/histogram", "tokens", "trained tokens by lag: an object whose keys are lags", "mapping"
     ),
     # Off-policy correction
-    Metric(
-        "ratio/ess",
-        "fraction",
-        "effective sample size of the ratios current / behaviour over trained tokens: "
-        "(sum w)^2 / (n sum w^2); 1 means on policy",
+    *_OFF_POLICY,
+    *(
+        Metric(
+            f"{metric.name}_by_lag",
+            metric.unit,
+            f"`{metric.name}` by lag: an object whose keys are lag buckets",
+            "mapping",
+        )
+        for metric in _OFF_POLICY
     ),
     Metric(
-        "ratio/clip_fraction",
-        "fraction",
-        "share of trained tokens at which the clip cut the gradient",
+        "ratio/masked_tokens",
+        "tokens",
+        "trained tokens that a correction dropped, by reason",
+        "mapping",
     ),
     Metric(
-        "ratio/kl_behaviour",
+        "ratio/dropped_sequences",
+        "sequences",
+        "sequences of which a correction dropped every token, by reason",
+        "mapping",
+    ),
+    Metric(
+        "ratio/dropped_sequences_by_lag",
+        "sequences",
+        "the same by reason and lag bucket of the oldest token",
+        "mapping",
+    ),
+    Metric(
+        "kl/reference",
         "nats",
-        "KL divergence per token from the behaviour policy to the current one, "
-        "estimated on the trained tokens",
+        "KL penalty per token to the reference model by `loss.kl_estimate`, before `loss.kl_coef`; "
+        "null without one in the loss",
+    ),
+    Metric(
+        "reward/added",
+        "reward",
+        "what is added to the rewards before advantages, mean over trained completions: "
+        "`overlong` (`task.overlong_tokens`), `kl` (`loss.kl_place`)",
+        "mapping",
     ),
     # Work done
     Metric("groups/trained", "groups", "groups trained on in this step"),
     Metric("groups/dropped", "groups", "groups dropped since the row before"),
+    Metric("groups/dropped_by_reason", "groups", "the same by reason", "mapping"),
+    Metric(
+        "groups/trained_by_difficulty",
+        "groups",
+        "groups trained on by mean reward: 0 (none right), quarters, 1 (all right)",
+        "mapping",
+    ),
+    Metric("groups/dropped_by_difficulty", "groups", "groups dropped, by mean reward", "mapping"),
+    Metric(
+        "groups/trained_by_prompt_length",
+        "groups",
+        "groups trained on by tokens of the prompt",
+        "mapping",
+    ),
+    Metric(
+        "groups/dropped_by_prompt_length",
+        "groups",
+        "groups dropped, by tokens of the prompt",
+        "mapping",
+    ),
+    Metric(
+        "completion/untrained",
+        "completions",
+        "completions of the trained groups without a token in the loss, by reason: "
+        "truncated (`rollout.mask_truncated`), empty",
+        "mapping",
+    ),
+    Metric(
+        "train/optimizer_steps", "steps", "optimizer steps on this step's rollout batch, skips too"
+    ),
     Metric(
         "tokens/generated",
         "tokens",

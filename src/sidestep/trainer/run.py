@@ -28,10 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from sidestep.buffer.buffer import GroupBuffer
-from sidestep.buffer.collate import collate
 from sidestep.buffer.ledger import Ledger
 from sidestep.buffer.prompts import PromptOrder
 from sidestep.config import RunConfig
@@ -40,8 +37,8 @@ from sidestep.diagnostics.recorder import Recorder
 from sidestep.engines.channel import WeightChannel
 from sidestep.engines.protocol import Engine, GenerationRequest, Sampling
 from sidestep.errors import Interrupted, StalledError
-from sidestep.losses import grpo_advantages
 from sidestep.tasks.protocol import Task
+from sidestep.trainer.accounting import EQUAL_REWARDS
 from sidestep.trainer.checkpoint import Checkpoint, write_checkpoint
 from sidestep.trainer.metrics import Timings, group_row, step_row
 from sidestep.trainer.rows import PendingRows
@@ -51,7 +48,6 @@ from sidestep.types import Group, Prompt
 # Requests an engine holds at once: one that runs and one that waits, so that it never idles between
 # them.
 REQUESTS_IN_FLIGHT = 2
-EQUAL_REWARDS = "equal rewards"
 
 T = TypeVar("T")
 
@@ -91,7 +87,11 @@ class Run:
         )
         if checkpoint:
             ledger.load_state_dict(checkpoint.ledger, checkpoint.waiting)
-        self.buffer = GroupBuffer(ledger, timeout_s=config.rollout.timeout_s)
+        self.buffer = GroupBuffer(
+            ledger,
+            timeout_s=config.rollout.timeout_s,
+            versions_per_step=config.train.optimizer_steps_per_batch,
+        )
         self.order = PromptOrder(len(parts.prompts), config.seed)
         self.rows = PendingRows(parts.recorder.step)
         self.timings = Timings()
@@ -160,10 +160,11 @@ class Run:
     async def _evaluate(self) -> None:
         while True:
             step, version = await self.evaluations.get()
-            with self.timings.measure("eval_s"):
-                accuracy = await self._accuracy(version)
+            started = time.monotonic()
+            accuracy = await self._accuracy(version)
             self.channel.unpin(version)
-            self.rows.evaluated(step, {"accuracy/eval": accuracy})
+            result = {"accuracy/eval": accuracy, "time/eval_s": time.monotonic() - started}
+            self.rows.evaluated(step, result)
             self.parts.progress.evaluated(step, accuracy)
             self.evaluations.task_done()
 
@@ -232,10 +233,8 @@ class Run:
         return self.versions_after[max(0, step - self.config.rollout.max_lag)]
 
     def _step(self, groups: Sequence[Group], step: int) -> StepReport:
-        """In a thread: one optimizer step, and its weights published."""
-        advantages = grpo_advantages(torch.tensor([group.rewards for group in groups]))
-        batch = collate(groups, advantages.tolist())
-        report = self.trainer.step(batch, step)
+        """In a thread: train on these groups, then publish the weights."""
+        report = self.trainer.train(groups, step)
         if report.advanced:
             with self.timings.measure("weight_sync_s"):
                 self.channel.publish(report.version, self.trainer.model.named_parameters())

@@ -1,4 +1,7 @@
-"""One optimizer step: batch -> log-probabilities -> loss -> backward -> control -> optimizer.
+"""Train on one rollout batch: log-probabilities -> loss -> backward -> control -> optimizer.
+
+    rollout batch --whole groups--> mini-batches: one optimizer step each, in every epoch
+        mini-batch --rows--> micro-batches: their gradients add up
 
 Shapes: _B sequences, _T completion tokens, _L prompt and completion tokens (types.Batch).
 """
@@ -8,8 +11,8 @@ from __future__ import annotations
 import copy
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,35 +22,66 @@ from sidestep.control.attach import attach
 from sidestep.control.controller import ControlRecord, GradientControl
 from sidestep.losses import (
     Denominators,
+    LagTable,
+    PolicyInputs,
     RatioSums,
-    aggregate,
-    anchor_logprobs,
-    bounded_log_ratio,
-    clip_is_active,
     count_denominators,
-    importance_ratio,
-    ppo_objective,
-    ratio_sums,
+    ess_learning_rate_factor,
     token_logprobs,
 )
+from sidestep.trainer.accounting import untrained_completions
+from sidestep.trainer.batch import make_batch
+from sidestep.trainer.loss import LossSums, objective_of
+from sidestep.trainer.parts import Sample, micro_batches, micro_rows, mini_batches, to_device
+from sidestep.trainer.reference_model import reference_model
 from sidestep.trainer.schedule import learning_rate_at
-from sidestep.types import Batch
+from sidestep.types import Batch, Group
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    """What one optimizer step did. `control` is None when there was no trained token and so no step
+    (`advanced` False).
+    """
+
+    advanced: bool
+    learning_rate: float
+    sums: LossSums
+    lag_counts: dict[int, int]
+    control: ControlRecord | None
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one step did. `control` is None when there was no trained token and so no optimizer step
-    (`advanced` False).
+    """What training on one rollout batch did, over all its optimizer steps.
+
+    advanced: the weights changed at least once. version: after all of them.
+    loss: mean over the optimizer steps. kl_reference: mean of the penalty's estimate over trained
+    tokens; None without one in the loss. lag_counts: lag -> trained tokens.
+    control: of the first optimizer step. The later ones are of the same rollout batch, so their
+    cosines say nothing about staleness; `last_control` has the last of them.
+    added_to_reward: mean over trained sequences, by name. untrained: completions without a token in
+    the loss, by reason.
     """
 
-    advanced: bool  # the weights changed: the version counted on
-    version: int  # after the step
+    advanced: bool
+    version: int
     loss: float
     learning_rate: float
-    ratios: RatioSums
-    lag_counts: dict[int, int]  # lag -> trained tokens
+    off_policy: LagTable
+    kl_reference: float | None
+    lag_counts: dict[int, int]
     control: ControlRecord | None
+    last_control: ControlRecord | None
+    num_optimizer_steps: int
     train_s: float
+    added_to_reward: Mapping[str, float] = field(default_factory=dict)
+    untrained: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def ratios(self) -> RatioSums:
+        """Ratios over all lags."""
+        return self.off_policy.total.ratios
 
 
 class Trainer:
@@ -60,6 +94,8 @@ class Trainer:
         self.config = config
         self.device = device
         self.version = 0
+        self.objective = objective_of(config)
+        self.reference = reference_model(model, config, device)
         self.optimizer = torch.optim.AdamW(
             [parameter for parameter in model.parameters() if parameter.requires_grad],
             lr=config.train.learning_rate,
@@ -75,31 +111,30 @@ class Trainer:
             named_parameters=model.named_parameters(),
         )
 
+    def train(self, groups: Sequence[Group], step: int) -> StepReport:
+        """Make the batch of `groups` and train on it; see `step`."""
+        made = make_batch(groups, self.config, self._reference_logprobs)
+        return replace(
+            self.step(made.batch, step),
+            added_to_reward=made.added_to_reward,
+            untrained=untrained_completions(groups, self.config.rollout.mask_truncated),
+        )
+
     def step(self, batch: Batch, step: int) -> StepReport:
-        """Train on `batch` once. On a skip, or without a trained token, weights and version stay as
-        they are.
+        """Train on the rollout batch of iteration `step`: `train.optimizer_steps_per_batch`
+        optimizer steps.
+
+        One that is skipped, or has no trained token, leaves weights and version as they are.
         """
         started = time.perf_counter()
-        lag_counts = count_lags(batch, self.version)
-        denominators = count_denominators(batch.mask_BT)
-        learning_rate = learning_rate_at(self.version, self.config.train)
-        loss, ratios = self._backward(batch, denominators)
-        advanced, record = False, None
-        if denominators.num_tokens > 0:
-            record = self._optimize(step, learning_rate, lag_counts, ratios.drift)
-            advanced = record.regime != "skip"
-        self.optimizer.zero_grad(set_to_none=True)
-        self.version += advanced
-        return StepReport(
-            advanced=advanced,
-            version=self.version,
-            loss=loss,
-            learning_rate=learning_rate,
-            ratios=ratios,
-            lag_counts=lag_counts,
-            control=record,
-            train_s=time.perf_counter() - started,
-        )
+        config = self.config.train
+        samples = [self._sample(part) for part in mini_batches(batch, config.steps_per_batch)]
+        done = [
+            self._optimizer_step(sample, step)
+            for _ in range(config.epochs_per_batch)
+            for sample in samples
+        ]
+        return _report(done, self.version, time.perf_counter() - started)
 
     def copy_of_model(self) -> dict[str, torch.Tensor]:
         """Parameters and persistent buffers by name, tied ones once, copied."""
@@ -132,31 +167,75 @@ class Trainer:
     def _named_tensors(self) -> list[tuple[str, torch.Tensor]]:
         return list(self.model.state_dict(keep_vars=True).items())
 
-    def _backward(self, batch: Batch, denominators: Denominators) -> tuple[float, RatioSums]:
-        """Gradients of the whole batch's loss, micro-batch by micro-batch under one denominator."""
-        total, ratios = 0.0, RatioSums()
-        for micro in micro_batches(batch, self.config.train.micro_batch_size):
-            loss, sums = self._loss(to_device(micro, self.device), denominators)
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
-            ratios += sums
-        return total, ratios
+    def _sample(self, batch: Batch) -> Sample:
+        """A mini-batch with the other policies that the loss asks for, before any step on it."""
+        objective = self.objective
+        proximal_BT = reference_BT = None
+        if objective.anchor == "proximal":
+            proximal_BT = self._fixed_logprobs(self.model, batch)
+        if objective.kl_coef > 0:
+            reference_BT = self._reference_logprobs(batch)
+        return Sample(batch, proximal_BT, reference_BT)
 
-    def _loss(self, batch: Batch, denominators: Denominators) -> tuple[torch.Tensor, RatioSums]:
-        config = self.config.loss
-        clip = config.clip_low, config.clip_high
-        logprobs_BT = completion_logprobs(self.model, batch, self.config.engine.temperature)
-        anchor_BT = anchor_logprobs(config.anchor, logprobs_BT, batch.behaviour_logprobs_BT)
-        ratio_BT = importance_ratio(bounded_log_ratio(logprobs_BT, anchor_BT, batch.mask_BT))
-        loss_BT = ppo_objective(ratio_BT, batch.advantages_BT, *clip)
-        constant = self.config.engine.max_new_tokens if config.aggregation == "constant" else None
-        loss = aggregate(config.aggregation, loss_BT, batch.mask_BT, denominators, constant)
-        with torch.no_grad():
-            to_behaviour_BT = bounded_log_ratio(
-                logprobs_BT, batch.behaviour_logprobs_BT, batch.mask_BT
-            )
-            clipped_BT = clip_is_active(ratio_BT, batch.advantages_BT, *clip)
-            return loss, ratio_sums(to_behaviour_BT, clipped_BT, batch.mask_BT)
+    def _reference_logprobs(self, batch: Batch) -> torch.Tensor:
+        return self._fixed_logprobs(self.reference, batch)
+
+    @torch.no_grad()
+    def _fixed_logprobs(self, model: Any, batch: Batch) -> torch.Tensor:
+        """logprobs_BT under `model`, without gradient, on the CPU."""
+        temperature = self.config.engine.temperature
+        return torch.cat(
+            [
+                completion_logprobs(model, to_device(part, self.device), temperature).cpu()
+                for part in micro_batches(batch, self.config.train.micro_batch_size)
+            ]
+        )
+
+    def _optimizer_step(self, sample: Sample, step: int) -> OptimizerStep:
+        """One optimizer step on a mini-batch. Without a trained token nothing changes."""
+        lag_counts = count_lags(sample.batch, self.version)
+        denominators = count_denominators(sample.batch.mask_BT)
+        learning_rate = learning_rate_at(self.version, self.config.train)
+        sums = self._backward(sample, denominators)
+        total = sums.off_policy.total
+        if self.config.train.ess_learning_rate:
+            learning_rate *= ess_learning_rate_factor(total.sequences.ess)
+        advanced, record = False, None
+        if denominators.num_tokens > 0:
+            record = self._optimize(step, learning_rate, lag_counts, total.ratios.drift)
+            advanced = record.regime != "skip"
+        self.optimizer.zero_grad(set_to_none=True)
+        self.version += advanced
+        return OptimizerStep(advanced, learning_rate, sums, lag_counts, record)
+
+    def _backward(self, sample: Sample, denominators: Denominators) -> LossSums:
+        """Gradients of the whole mini-batch's loss, micro-batch by micro-batch under one
+        denominator.
+        """
+        objective, version = self.objective, self.version
+        parts = [
+            sample.rows(rows)
+            for rows in micro_rows(sample.batch.num_sequences, self.config.train.micro_batch_size)
+        ]
+        statistics = None
+        if objective.policy.statistics is not None:
+            with torch.no_grad():
+                statistics = objective.statistics(
+                    self._inputs(part.to(self.device)) for part in parts
+                )
+        sums = LossSums()
+        for part in parts:
+            moved = part.to(self.device)
+            inputs = self._inputs(moved)
+            loss, of_part = objective.loss(inputs, moved, version, denominators, statistics)
+            loss.backward()  # type: ignore[no-untyped-call]
+            sums += of_part
+        return sums
+
+    def _inputs(self, part: Sample) -> PolicyInputs:
+        temperature = self.config.engine.temperature
+        logprobs_BT = completion_logprobs(self.model, part.batch, temperature)
+        return self.objective.inputs(logprobs_BT, part, self.version)
 
     def _optimize(
         self, step: int, learning_rate: float, lag_counts: dict[int, int], drift: float | None
@@ -188,25 +267,6 @@ def completion_logprobs(model: Any, batch: Batch, temperature: float) -> torch.T
     return token_logprobs(logits[:, :-1], batch.token_ids_BL[:, -num_tokens:], temperature)
 
 
-def micro_batches(batch: Batch, size: int | None) -> Iterator[Batch]:
-    """Consecutive rows, `size` at a time (None: all of them)."""
-    size = size or batch.num_sequences
-    for start in range(0, batch.num_sequences, size):
-        rows = slice(start, start + size)
-        yield Batch(**{field.name: getattr(batch, field.name)[rows] for field in fields(batch)})
-
-
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    return replace(
-        batch,
-        token_ids_BL=batch.token_ids_BL.to(device),
-        attention_mask_BL=batch.attention_mask_BL.to(device),
-        mask_BT=batch.mask_BT.to(device),
-        behaviour_logprobs_BT=batch.behaviour_logprobs_BT.to(device),
-        advantages_BT=batch.advantages_BT.to(device),
-    )
-
-
 def device_random_state(device: torch.device) -> torch.Tensor | None:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
@@ -220,3 +280,23 @@ def count_lags(batch: Batch, version: int) -> dict[int, int]:
 def mean_lag(lag_counts: dict[int, int]) -> float:
     total = sum(lag_counts.values())
     return sum(lag * count for lag, count in lag_counts.items()) / total if total else 0.0
+
+
+def _report(done: Sequence[OptimizerStep], version: int, train_s: float) -> StepReport:
+    sums = sum((one.sums for one in done), LossSums())
+    lag_counts = sum((Counter(one.lag_counts) for one in done), Counter())
+    num_tokens = sum(lag_counts.values())
+    records = [one.control for one in done if one.control is not None]
+    return StepReport(
+        advanced=any(one.advanced for one in done),
+        version=version,
+        loss=sums.loss / len(done),
+        learning_rate=done[-1].learning_rate,
+        off_policy=sums.off_policy,
+        kl_reference=None if sums.sum_kl is None or not num_tokens else sums.sum_kl / num_tokens,
+        lag_counts=dict(sorted(lag_counts.items())),
+        control=records[0] if records else None,
+        last_control=records[-1] if records else None,
+        num_optimizer_steps=len(done),
+        train_s=train_s,
+    )

@@ -6,10 +6,15 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Before torch is imported anywhere: spinning threads starve the other process (docs: threads).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# Examples are timed by nobody: CI machines are slow and busy.
+settings.register_profile("sidestep", deadline=None)
+settings.load_profile("sidestep")
 
 TINY_CHARACTERS = "0123456789+-*=()?!., abcdefghijklmnopqrstuvwxyz"
 TINY_PAD, TINY_EOS, TINY_UNKNOWN = "<pad>", "<eos>", "<unk>"

@@ -17,6 +17,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from sidestep.config import RunConfig
+from sidestep.config.loading import load_config
 from sidestep.config.writing import to_toml
 from sidestep.control.controller import GradientControl
 from sidestep.diagnostics.environment import environment_facts
@@ -68,9 +69,8 @@ def train(config: RunConfig, run_dir: Path | str | None = None, *, resume: bool 
     (check_resumable if resume else check_new)(run_dir)
     inputs = check_inputs(config)
     checkpoint = newest_checkpoint(run_dir) if resume else None
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / CONFIG_FILE).write_text(to_toml(config), encoding="utf-8")
-    (run_dir / "env.json").write_text(json.dumps(environment_facts(), indent=1), encoding="utf-8")
+    if checkpoint:
+        check_resume(config, load_config(run_dir / CONFIG_FILE), checkpoint)
     # its bars would write into the live view
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     asyncio.run(_train(config, run_dir, inputs, checkpoint))
@@ -80,7 +80,7 @@ def train(config: RunConfig, run_dir: Path | str | None = None, *, resume: bool 
 def check_inputs(config: RunConfig) -> Inputs:
     """Read tokenizer and data, and refuse what cannot work: UsageError names key, file and fix."""
     try:
-        GradientControl(**config.control.model_dump())
+        GradientControl(**config.control.arguments())
     except ValueError as error:  # its messages begin with the argument's name
         raise UsageError(f"control.{error}") from error
     checked(config)
@@ -96,6 +96,36 @@ def check_inputs(config: RunConfig) -> Inputs:
         held_out=encode_examples(task.held_out, tokenizer, *limits),
         device=resolve_device(config.model.device),
     )
+
+
+# What a resumed run may change: the rest would make its first half another run, or break the bound.
+CHANGED_BY_RESUME = (
+    "train.steps",
+    "train.learning_rate",
+    "train.eval_every",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "rollout.timeout_s",
+)
+
+
+def check_resume(config: RunConfig, stored: RunConfig, checkpoint: Checkpoint) -> None:
+    """Raises UsageError for a key that a resume cannot change, or steps that are done already."""
+    old, new = stored.model_dump(), config.model_dump()
+    for section, keys in new.items():
+        for name, value in keys.items() if isinstance(keys, dict) else ():
+            before, dotted = old[section][name], f"{section}.{name}"
+            if value != before and dotted not in CHANGED_BY_RESUME and section != "control":
+                raise UsageError(
+                    f"--set {dotted}={value}: a resumed run keeps {dotted} = {before}; "
+                    f"only {', '.join(CHANGED_BY_RESUME)} and control.* can change"
+                )
+    if config.seed != stored.seed:
+        raise UsageError(f"--set seed={config.seed}: a resumed run keeps seed = {stored.seed}")
+    if config.train.steps < checkpoint.step:
+        raise UsageError(
+            f"--set train.steps={config.train.steps}: the run has made {checkpoint.step} steps"
+        )
 
 
 def newest_checkpoint(run_dir: Path) -> Checkpoint:
@@ -128,6 +158,11 @@ async def _train(
             trainer = await asyncio.to_thread(build_trainer, config, inputs, checkpoint)
             publish_start(channel, trainer, checkpoint)
             await starting
+            # only now: a run that ended before it began leaves nothing that looks like a run
+            (run_dir / CONFIG_FILE).write_text(to_toml(config), encoding="utf-8")
+            if not checkpoint:
+                facts = json.dumps(environment_facts(), indent=1)
+                (run_dir / "env.json").write_text(facts, encoding="utf-8")
             recorder = stack.enter_context(
                 Recorder(run_dir, resume_step=checkpoint.step if checkpoint else None)
             )

@@ -155,16 +155,29 @@ def test_b11_a_parameter_that_left_is_not_compared(caplog):
     assert step(control, other, [1.0]).reason == "no shared parameter"
 
 
-def test_b13_a_sparse_gradient_is_refused_by_name_and_off_lets_it_through():
-    embedding = torch.nn.Embedding(5, 2, sparse=True)
-    embedding(torch.tensor([1, 1, 3])).sum().backward()
-    named = [("tokens", embedding.weight)]
-    with pytest.raises(ValueError, match=r"'tokens' is sparse.*sparse=False"):
-        GradientControl().apply(named)
-    record = GradientControl(mode="off").apply(named)
-    assert (record.regime, record.reason, record.norm_raw) == ("pass", "off", None)
-    with pytest.raises(ValueError, match="'tokens' is sparse"):
-        GradientControl(mode="off").apply(named, max_norm=1.0)
+def test_b13_a_sparse_gradient_is_coalesced_measured_and_projected_as_the_dense_one():
+    runs = []
+    for sparse in (False, True):
+        embedding, dense = torch.nn.Embedding(5, 2, sparse=sparse), Parameter(torch.ones(2))
+        torch.nn.init.ones_(embedding.weight)
+        named = [("tokens", embedding.weight), ("dense", dense)]
+        control, records = GradientControl(low=0.0, high=1.0), []
+        for tokens in ([1, 1, 3], [1, 3, 4]):
+            embedding.weight.grad = dense.grad = None
+            (embedding(torch.tensor(tokens)) * dense).sum().backward()
+            records.append(control.apply(named, max_norm=1.0))
+        grad = embedding.weight.grad
+        runs.append((records, grad.to_dense() if sparse else grad, dense.grad))
+    (dense_records, *dense_grads), (sparse_records, *sparse_grads) = runs
+    # 2 of token 1, 1 of token 3, 3 of the dense one, twice each; then 1, 1, 1, 3
+    assert sparse_records[0].norm_raw == pytest.approx(math.sqrt(2 * (4 + 1 + 9)))
+    assert sparse_records[1].cosine == pytest.approx(12 / math.sqrt(14 * 12))
+    assert sparse_records[1].cosine == pytest.approx(dense_records[1].cosine)
+    assert sparse_records[1].regime == "project"
+    # a sparse gradient stays sparse: it is projected in the rows that it has
+    assert torch.equal(sparse_grads[0] != 0, torch.tensor([[r in (1, 3, 4)] * 2 for r in range(5)]))
+    for sparse_grad, dense_grad in zip(sparse_grads, dense_grads, strict=True):
+        assert torch.allclose(sparse_grad, dense_grad, atol=1e-6)
 
 
 def test_b14_the_snapshot_is_a_copy_even_of_a_view_of_a_bucket():

@@ -23,18 +23,23 @@ def test_public_signature_of_the_constructor():
         "high": 0.6,
         "strength": 1.0,
         "residual": None,
-        "above": "skip",
+        "above": None,  # skip, in space="update" project
         "damp_power": 2.0,
         "drift_scale": 0.1,
+        "secant_memory": 0.98,
         "max_skips": 4,
         "calibrate_steps": 50,
+        "scope": "model",
         "mode": "control",
-        "snapshot": "raw",
+        "snapshot": None,  # raw, in space="update" applied
         "snapshot_dtype": "float32",
         "snapshot_device": "same",
     }
-    facts = list(inspect.signature(sidestep.GradientControl.apply).parameters)[1:]
+    facts = list(inspect.signature(sidestep.GradientControl.apply).parameters)[1:7]
     assert facts == ["named_parameters", "max_norm", "batch", "lag", "drift", "behaviour"]
+    gradient, update = GradientControl().settings, GradientControl(space="update").settings
+    assert (gradient.above, gradient.snapshot) == ("skip", "raw")
+    assert (update.above, update.snapshot) == ("project", "applied")
 
 
 @pytest.mark.parametrize("strength", [0.25, 0.5, 1.0])

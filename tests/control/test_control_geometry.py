@@ -46,7 +46,47 @@ def test_products_agree_with_float64_at_every_size(num_elements):
 def test_products_of_many_equal_elements_do_not_drift():
     # Rounding always falls to the same side here: float32 dots are off by 8e-4 at this size.
     g = torch.full((2**22,), 0.1)
-    assert measured([g], [g]).gg == pytest.approx(2**22 * g[0].double().item() ** 2, rel=1e-9)
+    assert measured([g], [g]).gg == pytest.approx(2**22 * g[0].double().item() ** 2, rel=1e-6)
+
+
+def split_into(tensor, num_parts):
+    """Parts of very different sizes."""
+    sizes = [tensor.numel() // 2**k for k in range(1, num_parts)]
+    return torch.split(tensor, [*sizes, tensor.numel() - sum(sizes)])
+
+
+def assert_holds_at_size(num_elements, g_dtype, p_dtype, num_parts):
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(num_elements, generator=generator)
+    g = torch.randn(num_elements, generator=generator).add_(noise, alpha=0.3).to(g_dtype)
+    p = noise.to(p_dtype)
+    del noise
+    got = measured(split_into(g, num_parts), split_into(p, num_parts))
+    wide = [(a.double(), b.double()) for a, b in zip(g.split(2**22), p.split(2**22), strict=True)]
+    gg, pp, gp = (
+        math.fsum(float(torch.dot(*both)) for both in pairs)
+        for pairs in (
+            [(a, a) for a, _ in wide],
+            [(b, b) for _, b in wide],
+            wide,
+        )
+    )
+    assert got.norm == pytest.approx(math.sqrt(gg), rel=1e-6)
+    assert got.pp == pytest.approx(pp, rel=1e-6)
+    assert abs(got.gp - gp) <= 1e-6 * math.sqrt(gg * pp)
+
+
+@pytest.mark.parametrize("p_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("g_dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_parts", [1, 9])
+def test_products_agree_with_float64_at_ten_million_elements(g_dtype, p_dtype, num_parts):
+    assert_holds_at_size(10**7, g_dtype, p_dtype, num_parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("g_dtype", [torch.bfloat16, torch.float32])
+def test_products_agree_with_float64_at_a_hundred_million_elements(g_dtype):
+    assert_holds_at_size(10**8, g_dtype, torch.float32, 9)
 
 
 @pytest.mark.parametrize("g_dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -10,20 +10,13 @@ from hypothesis import strategies as st
 from sidestep.control import GradientControl
 from sidestep.control.geometry import Pair, products
 from sidestep.control.plan import make_plan
-from sidestep.control.regimes import Rules
+from sidestep.control.regimes import decide
 
 
-def rules(**changes):
-    defaults = {
-        "low": 0.1,
-        "high": 0.6,
-        "strength": 1.0,
-        "residual": None,
-        "above": "skip",
-        "damp_power": 2.0,
-        "max_skips": 4,
-    }
-    return Rules(**{**defaults, **changes})
+def decided(cosine, skips_in_a_row=0, reach=1.0, drift=0.0, **changes):
+    settings = GradientControl(**changes).settings
+    thresholds = settings.low, settings.high
+    return decide(settings, thresholds, cosine, skips_in_a_row, reach, drift)
 
 
 @pytest.mark.parametrize(
@@ -40,24 +33,24 @@ def rules(**changes):
     ],
 )
 def test_regimes_are_closed_above(cosine, regime):
-    assert rules().decide(cosine, 0).regime == regime
+    assert decided(cosine).regime == regime
 
 
 @given(cosine=st.floats(-1, 0), low=st.floats(-1, 1))
 def test_a_cosine_that_is_not_positive_is_never_acted_on(cosine, low):
-    decision = rules(low=low, high=1.0).decide(cosine, 0)
+    decision = decided(cosine, low=low, high=1.0)
     assert (decision.regime, decision.removed, decision.step_scale) == ("pass", 0.0, 1.0)
 
 
 def test_after_max_skips_in_a_row_the_step_is_projected():
-    assert [rules().decide(0.9, n).regime for n in range(6)] == ["skip"] * 4 + ["project"] * 2
-    assert rules().decide(0.9, 4).reason == "max_skips reached"
-    assert rules(max_skips=0).decide(0.9, 0).regime == "project"
+    assert [decided(0.9, n).regime for n in range(6)] == ["skip"] * 4 + ["project"] * 2
+    assert decided(0.9, 4).reason == "max_skips reached"
+    assert decided(0.9, max_skips=0).regime == "project"
 
 
 @pytest.mark.parametrize(("power", "scale"), [(2.0, 0.04), (1.0, 0.2)])
 def test_damp_scales_the_step_by_a_power_of_what_is_not_aligned(power, scale):
-    decision = rules(above="damp", damp_power=power).decide(0.8, 0)
+    decision = decided(0.8, above="damp", damp_power=power)
     assert (decision.regime, decision.removed) == ("damp", 0.0)
     assert decision.step_scale == pytest.approx(scale)
 
@@ -73,7 +66,7 @@ def test_residual_is_the_cosine_left_behind(low, fraction, cosine, seed):
     residual = low * fraction
     if cosine <= max(low, 1e-3):
         return
-    decision = rules(low=low, high=1.0, residual=residual).decide(cosine, 0)
+    decision = decided(cosine, low=low, high=1.0, residual=residual)
     assert 0.0 <= decision.removed <= 1.0
     c, s = cosine, math.sqrt(1 - cosine**2)
     g, p = torch.tensor([c, s], dtype=torch.float64), torch.tensor([1.0, 0.0], dtype=torch.float64)
@@ -87,13 +80,13 @@ def test_residual_holds_where_a_part_of_the_reference_has_no_gradient():
         Pair(None, torch.tensor([2.0])),
     ]
     measured = products(pairs)
-    decision = rules(low=0.3, high=1.0, residual=0.2).decide(measured.cosine, 0, measured.reach)
-    plan = make_plan(measured, decision, None, 1.2e-7)
+    decision = decided(measured.cosine, reach=measured.reach, low=0.3, high=1.0, residual=0.2)
+    plan = make_plan(measured, decision, 1.2e-7)
     left = torch.tensor([3.0, 1.0, 0.0]) - plan.coefficient * torch.tensor([3.0, 0.0, 0.0])
     p = torch.tensor([3.0, 0.0, 2.0])
     assert float(left @ p / (left.norm() * p.norm())) == pytest.approx(0.2, abs=1e-6)
-    assert plan.cosine_applied == pytest.approx(0.2, abs=1e-9)
-    assert plan.norm_applied == pytest.approx(float(left.norm()), rel=1e-6)
+    assert plan.cosine == pytest.approx(0.2, abs=1e-9)
+    assert plan.norm == pytest.approx(float(left.norm()), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -125,12 +118,26 @@ def test_residual_holds_where_a_part_of_the_reference_has_no_gradient():
         ({"reference": "last"}, ["reference='last'", "previous"]),
         ({"space": "weights"}, ["space='weights'", "gradient"]),
         ({"low": "often"}, ["low='often'", "unknown"]),
-        ({"reference": "ema"}, ["reference='ema'", "not available yet"]),
-        ({"reference": "displacement"}, ["reference='displacement'", "not available yet"]),
-        ({"space": "update"}, ["space='update'", "not available yet"]),
-        ({"low": "calibrate", "high": "calibrate"}, ["low='calibrate'", "not available yet"]),
-        ({"strength": "secant"}, ["strength='secant'", "not available yet"]),
-        ({"strength": "drift"}, ["strength='drift'", "not available yet"]),
+        ({"secant_memory": 1.0}, ["secant_memory=1.0", "below 1"]),
+        ({"secant_memory": -0.1}, ["secant_memory=-0.1"]),
+        ({"scope": "layer"}, ["scope='layer'", "block"]),
+        ({"strength": "full"}, ["strength='full'", "secant"]),
+        ({"strength": "drift"}, ["strength='drift'", "reference='previous'", "displacement"]),
+        ({"strength": "secant", "reference": "ema"}, ["strength='secant'", "reference='ema'"]),
+        (
+            {"strength": "secant", "reference": "displacement", "space": "update"},
+            ["strength='secant'", "space='update'"],
+        ),
+        ({"space": "update", "above": "skip"}, ["above='skip'", "space='update'", "project"]),
+        ({"low": "calibrate", "residual": 0.1}, ["residual=0.1", "low='calibrate'"]),
+        (
+            {"reference": "displacement", "strength": "drift", "residual": 0.05},
+            ["residual=0.05", "strength=drift"],
+        ),
+        (
+            {"reference": "displacement", "high": "calibrate"},
+            ["high='calibrate'", "reference='displacement'"],
+        ),
     ],
 )
 def test_a_wrong_argument_is_named_with_its_value(arguments, names):

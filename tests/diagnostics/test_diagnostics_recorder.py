@@ -151,8 +151,10 @@ def test_resume_cuts_the_groups_that_will_be_written_again(tmp_path, group_row):
     with (tmp_path / "groups.jsonl").open("a") as file:
         file.write('{"step": 2, "index": 5, "prom')
     with Recorder(tmp_path, resume_step=2) as recorder:
-        recorder.groups([group_row(step=2, index=3)])
-    assert lines(tmp_path / "groups.jsonl") == [*kept, group_row(step=2, index=3)]
+        recorder.groups([group_row(step=2, index=5)])
+    # the dropped group 3 was recorded with step 1: it is never handed out again, so its row stays
+    expected = [kept[0], redone[0], *kept[1:], group_row(step=2, index=5)]
+    assert lines(tmp_path / "groups.jsonl") == expected
 
 
 def test_resume_at_step_0_starts_over(tmp_path, group_row):

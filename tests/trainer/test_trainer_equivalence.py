@@ -2,16 +2,18 @@
 
 import copy
 import json
+import shutil
 
 import pytest
 import torch
 from local_run import VowelTask, equal_weights, run_locally, small_config, weights_of
+from safetensors.torch import load_file, save_file
 
 from sidestep import losses
 from sidestep.buffer.prompts import PromptOrder
 from sidestep.engines.generate import generate
 from sidestep.engines.protocol import GenerationRequest, Sampling
-from sidestep.errors import Interrupted
+from sidestep.errors import CheckpointError, Interrupted
 from sidestep.models.loading import load_model, load_tokenizer, stop_token_ids
 from sidestep.tasks.prompts import encode_examples
 
@@ -162,8 +164,7 @@ def test_an_interrupted_and_resumed_exact_run_is_bitwise_the_unbroken_one(tiny_m
         assert one == other
 
 
-def test_without_the_saved_control_state_the_resumed_run_differs(tiny_model_dir, tmp_path):
-    """B40: what a resume restores matters; dropping the snapshot is visible in the record."""
+def test_b40_a_resume_from_an_older_checkpoint_is_the_unbroken_run(tiny_model_dir, tmp_path):
     config = small_config(
         tiny_model_dir,
         rollout={"lag_mode": "exact", "max_lag": 0},
@@ -171,9 +172,41 @@ def test_without_the_saved_control_state_the_resumed_run_differs(tiny_model_dir,
         control={"low": -1.0, "high": 1.0},
     )
     unbroken = weights_of(run_locally(config, tmp_path / "run"))
-    path = tmp_path / "run" / "checkpoints" / "step-00000003" / "state.json"
     for later in (tmp_path / "run" / "checkpoints").glob("step-00000006/*.json"):
         later.unlink()
     resumed = weights_of(run_locally(config, tmp_path / "run", resume=True))
     assert equal_weights(unbroken, resumed)
-    assert path.exists()
+
+
+def test_b40_a_resume_with_another_snapshot_is_another_run(tiny_model_dir, tmp_path):
+    config = small_config(
+        tiny_model_dir,
+        rollout={"lag_mode": "exact", "max_lag": 0},
+        train={"steps": 5, "checkpoint_every": 3, "keep_checkpoints": 9},
+        control={"low": -1.0, "high": 1.0},
+    )
+    unbroken = weights_of(run_locally(config, tmp_path / "run"))
+    root = tmp_path / "run" / "checkpoints"
+    shutil.rmtree(root / "step-00000005")
+    file = root / "step-00000003" / "state.safetensors"
+    tensors = load_file(file)
+    turned = {k: -v if k.startswith("control.") else v for k, v in tensors.items()}
+    assert any(not torch.equal(turned[k], tensors[k]) for k in tensors)
+    save_file(turned, file)
+    assert not equal_weights(
+        unbroken, weights_of(run_locally(config, tmp_path / "run", resume=True))
+    )
+
+
+def test_a_checkpoint_that_lacks_a_weight_is_refused(tiny_model_dir, tmp_path):
+    config = small_config(tiny_model_dir, train={"steps": 2, "checkpoint_every": 1})
+    run_locally(config, tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints" / "step-00000002"
+    tensors = load_file(folder / "weights.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "weights.safetensors")
+    with pytest.raises(CheckpointError, match=r"missing \['model.norm.weight'\]"):
+        run_locally(config, tmp_path / "run", resume=True)
+    (folder / "weights.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"weights\.safetensors"):
+        run_locally(config, tmp_path / "run", resume=True)

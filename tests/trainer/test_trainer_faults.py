@@ -57,7 +57,7 @@ def test_a_silent_engine_ends_the_run_by_its_deadline_and_is_named(
     monkeypatch.setattr(LocalEngine, "generate", silent)
     config = small_config(tiny_model_dir, rollout={"timeout_s": 0.5, "max_lag": 1})
     with pytest.raises(
-        StalledError, match=r"waited for (the engine: groups 0 to|groups: 6 in flight)"
+        StalledError, match=r"waited for (the engine: groups 0 to|groups: 3 in flight)"
     ):
         run_locally(config, tmp_path / "run")
 
@@ -169,3 +169,14 @@ def test_interrupting_twice_keeps_the_work(tiny_model_dir, tmp_path):
     with open(tmp_path / "run" / "groups.jsonl") as file:
         indices = [json.loads(line)["index"] for line in file]
     assert sorted(indices) == list(range(27))  # each group trained on exactly once
+
+
+def test_a_run_that_drops_every_group_ends_by_its_deadline(tiny_model_dir, tmp_path):
+    class Constant(VowelTask):
+        def score(self, examples, completions):
+            return [1.0] * len(completions)
+
+    rollout = {"drop_equal_rewards": True, "timeout_s": 1.5}
+    config = small_config(tiny_model_dir, rollout=rollout)
+    with pytest.raises(StalledError, match=r"train waited for groups.*\d+ were dropped"):
+        run_locally(config, tmp_path / "run", task=Constant())

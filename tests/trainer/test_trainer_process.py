@@ -128,3 +128,47 @@ def test_a_broken_reward_function_ends_the_run_and_names_the_prompt(
     last = errors.strip().splitlines()[-1]
     assert message in last
     assert "say seven" in last or "say eight" in last
+
+
+def test_sigterm_to_the_whole_process_group_still_writes_a_checkpoint(tiny_model_dir, tmp_path):
+    run_dir = tmp_path / "run"
+    command = [*COMMAND, "--run-dir", str(run_dir), "--set", f"model.path={tiny_model_dir}"]
+    for key in ("train.steps=5000", *SMALL):
+        command += ["--set", key]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    wait_for_rows(process, run_dir, 2)
+    os.killpg(process.pid, signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert list((run_dir / "checkpoints").glob("step-*/state.json"))
+
+
+def test_a_reward_function_that_hangs_ends_the_run_by_its_deadline(tiny_model_dir, tmp_path):
+    (tmp_path / "rewards.py").write_text(
+        "import time\ndef grade(prompts, completions, **columns):\n    time.sleep(3600)\n"
+    )
+    (tmp_path / "data.jsonl").write_text('{"prompt": "say seven"}\n')
+    process = start(
+        tmp_path / "run",
+        "task.kind=function",
+        f"task.path={tmp_path / 'data.jsonl'}",
+        f"task.function={tmp_path / 'rewards.py'}:grade",
+        "task.eval_size=0",
+        "rollout.timeout_s=3",
+        *SMALL,
+        model=tiny_model_dir,
+    )
+    _, errors = process.communicate(timeout=90)
+    assert process.returncode == 1, errors
+    assert "rollout waited for the rewards of groups 0 to" in errors.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("key", ["rollout.max_lag=1", "seed=3", "rollout.group_size=2"])
+def test_a_resume_refuses_what_it_cannot_change(tiny_model_dir, tmp_path, key):
+    run_dir = tmp_path / "run"
+    first = start(run_dir, "train.steps=1", *SMALL, model=tiny_model_dir)
+    assert first.wait(timeout=90) == 0
+    resumed = start(run_dir, key, "train.steps=3", resume=True)
+    _, errors = resumed.communicate(timeout=90)
+    assert resumed.returncode == 2, errors
+    assert f"--set {key}: a resumed run keeps" in errors.strip().splitlines()[-1]

@@ -152,3 +152,16 @@ def test_lags_are_counted_per_trained_token(tiny_model_dir):
     ]
     report = trainer.step(collate(groups, [[1.0]]), 0)
     assert report.lag_counts == {2: 1, 4: 2}
+
+
+def test_b34_a_nan_in_the_forward_pass_skips_the_step_too(tiny_model_dir):
+    trainer = trainer_for(tiny_model_dir)
+    batch = batch_of(sampled_groups(tiny_model_dir))
+    trainer.step(batch, 0)
+    before = weights_of(trainer)
+    hook = trainer.model.lm_head.register_forward_hook(lambda *call: call[-1] * float("nan"))
+    report = trainer.step(batch, 1)
+    hook.remove()
+    assert (report.advanced, report.control.reason) == (False, "non-finite")
+    assert equal_weights(before, weights_of(trainer))
+    assert trainer.step(batch, 2).advanced

@@ -25,6 +25,8 @@ class GroupBuffer:
         self.max_lag_versions = ledger.max_lag * versions_per_step
         self.timeout_s = timeout_s
         self.closed = False
+        self.num_dropped = 0
+        self.blocker: Callable[[], str] = lambda: ""  # what rollouts wait for, for messages
         self._changed = asyncio.Event()
 
     async def admit(self, most: int) -> tuple[int, ...]:
@@ -49,6 +51,7 @@ class GroupBuffer:
 
     def drop(self, index: int) -> None:
         self.ledger.drop(index)
+        self.num_dropped += 1
         self._changed.set()
 
     async def take(self, version: int) -> tuple[Group, ...] | None:
@@ -84,7 +87,10 @@ class GroupBuffer:
     def _missing(self) -> str:
         missing = self.ledger.missing
         first = f", first {missing[0]}" if missing else ""
-        return f"train waited for groups: {len(missing)} in flight have not arrived{first}"
+        return (
+            f"train waited for groups: {len(missing)} in flight have not arrived{first}; "
+            f"{self.num_dropped} were dropped so far{self.blocker()}"
+        )
 
     async def _until(
         self,
@@ -92,12 +98,15 @@ class GroupBuffer:
         describe: Callable[[], str],
         deadline: Callable[[], bool] = lambda: True,
     ) -> None:
-        while not done():
-            self._changed.clear()
-            try:
-                async with asyncio.timeout(self.timeout_s if deadline() else None):
+        """Wait for `done`. The deadline is of the whole wait: groups that come and are dropped
+        again are no progress.
+        """
+        try:
+            async with asyncio.timeout(self.timeout_s if deadline() else None):
+                while not done():
+                    self._changed.clear()
                     await self._changed.wait()
-            except TimeoutError:
-                raise StalledError(
-                    f"{describe()}; nothing changed for rollout.timeout_s = {self.timeout_s:g} s"
-                ) from None
+        except TimeoutError:
+            raise StalledError(
+                f"{describe()}; waited for rollout.timeout_s = {self.timeout_s:g} s"
+            ) from None

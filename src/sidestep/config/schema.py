@@ -10,7 +10,7 @@ Paths in a config are relative to the folder the command runs in.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
@@ -163,14 +163,29 @@ class ControlConfig(Section):
     high: Cosine | Literal["calibrate"] = 0.6
     strength: Share | Literal["secant", "drift"] = 1.0
     residual: float | None = Field(None, ge=0.0, lt=1.0)
-    above: Literal["skip", "damp", "project"] = "skip"
+    scope: Literal["model", "group", "block"] = "model"
+    above: Literal["skip", "damp", "project"] | None = Field(
+        None, description="absent: skip in space gradient, project in space update"
+    )
     damp_power: float = Field(2.0, gt=0.0)
     drift_scale: float = Field(0.1, gt=0.0)
     max_skips: int = Field(4, ge=0)
     calibrate_steps: int = Field(50, ge=1)
-    snapshot: Literal["raw", "applied"] = "raw"
+    snapshot: Literal["raw", "applied"] | None = Field(
+        None, description="absent: raw in space gradient, applied in space update"
+    )
     snapshot_dtype: Literal["float32", "bfloat16"] = "float32"
     snapshot_device: Literal["same", "cpu"] = "same"
+    expected_every: int = Field(
+        0,
+        ge=0,
+        description="steps between readings of the cosine that fresh data would show, from the two "
+        "halves of a batch (align/expected, align/excess); 0: never. Costs a copy of the gradient",
+    )
+
+    def arguments(self) -> dict[str, Any]:
+        """Those of `GradientControl`."""
+        return self.model_dump(exclude={"expected_every"})
 
 
 class RunConfig(Section):

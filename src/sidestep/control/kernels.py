@@ -1,98 +1,83 @@
-"""The passes over memory: sums of products, projection, scaling.
+"""The passes over memory: sums of products, projection, storing, scaling.
 
-Plain torch, in chunks that stay in cache. Every function takes dense strided tensors of any
-floating dtype on any device, and works under `torch.no_grad`.
+Every function takes dense strided tensors of any floating dtype on any device, and works under
+`torch.no_grad`. Which code runs, SIDESTEP_KERNELS says:
+
+- eager      the default. Sums of large tensors on a CPU: kernels_cpu.py. All else: kernels_exact.py
+- compiled   large tensors on a CPU: kernels_compiled.py, by torch.compile; eager where that fails
+- triton     tensors on a CUDA device: kernels_triton.py; all else eager
+
+Where the bytes and the time go: docs/performance.md.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-# Elements handled at once. On a CPU two float64 buffers of this size (1 MiB) stay near the core and
-# are small enough for the allocator to reuse: twice the size took three times as long at 1e6
-# parameters, in page faults. Elsewhere kernel launches cost more than cache misses.
-CPU_CHUNK = 2**16
-DEVICE_CHUNK = 2**24
-# Scalars reach float32 kernels as float32. A factor outside 2^-100 .. 2^100 is applied in several
-# exact powers of two.
-_EXPONENT_STEP = 100
+from sidestep.control import kernels_cpu, kernels_exact
+from sidestep.control.kernels_exact import CPU_CHUNK, DEVICE_CHUNK
+
+__all__ = [
+    "CPU_CHUNK",
+    "DEVICE_CHUNK",
+    "KERNELS_VARIABLE",
+    "observe_",
+    "project_",
+    "scale_",
+    "store_",
+    "sums_of_products",
+]
+
+KERNELS_VARIABLE = "SIDESTEP_KERNELS"
+_CHOICES = ("eager", "compiled", "triton")
+# Fewer elements are summed in float64: exact, and a fraction of a millisecond.
+_EXACT_BELOW = 2**18
 
 
 def sums_of_products(gs: Sequence[Tensor], ps: Sequence[Tensor | None]) -> Tensor:
-    """(sum g g, sum p p, sum g p) over all elements of the pairs: float64, on the CPU.
+    """(sum g g, sum p p, sum g p) over all elements of the pairs: float64.
 
-    A p of None stands for zeros. Products of float32 numbers are exact in float64 and cannot leave
-    its range: tiny and huge values need no scaling, and the first sum is finite exactly if every
-    element of gs is. Its bits depend on gs alone, so a clip factor is the same with and without a
-    reference.
+    On the device of the gs if that is one and it has float64, else on the CPU: nothing waits for a
+    device before the sums are read. A p of None stands for zeros.
+
+    Exact to rounding in float64, but for large tensors of up to 32 bits on a CPU: there relative
+    errors of the squares are below 1e-6 and those of gp below 1e-6 |g||p|, typically 1e-9. Tiny and
+    huge values need no scaling, and the first sum is finite exactly if every element of gs is. Its
+    bits depend on gs alone, so a clip factor is the same with and without a reference.
     """
-    with_p = any(p is not None for p in ps)
-    accumulators: dict[torch.device, _Accumulator] = {}
+    parts = [_sums_on(device, gs, ps) for device in dict.fromkeys(g.device for g in gs)]
+    if len(parts) == 1:
+        return parts[0]
+    return sum((part.cpu() for part in parts), torch.zeros(3, dtype=torch.float64))
+
+
+def observe_(gs: Sequence[Tensor], ps: Sequence[Tensor], gg: float, factor: float) -> Tensor:
+    """(sum p p, sum g p), and then p = g and g = factor * g for every pair, in place.
+
+    For mode "observe", where nothing else is done with the products: with <g,g>, and so the factor,
+    measured before, this is the only other time that memory is read. float64, as
+    `sums_of_products`.
+
+    gg: sum g g.
+    """
+    fused = (
+        torch.get_num_threads() == 1
+        and _choice() == "eager"
+        and all(g.device.type == "cpu" and g.dtype != torch.float64 for g in gs)
+        and all(g.is_contiguous() and p.is_contiguous() for g, p in zip(gs, ps, strict=True))
+        and kernels_cpu.is_safe(gg, sum(g.numel() for g in gs))
+    )
+    if fused:
+        return torch.tensor(kernels_cpu.observe_(gs, ps, factor), dtype=torch.float64)
+    found = sums_of_products(gs, ps)[1:]
     for g, p in zip(gs, ps, strict=True):
-        if g.device not in accumulators:
-            total = sum(t.numel() for t in gs if t.device == g.device)
-            size = min(_chunk_size(g.device), total)
-            accumulators[g.device] = _Accumulator(_float64_device(g.device), size, with_p)
-        accumulators[g.device].add(g, p)
-    sums = torch.zeros(3, dtype=torch.float64)
-    for accumulator in accumulators.values():
-        sums += accumulator.result().cpu()
-    return sums
-
-
-class _Accumulator:
-    """Packs tensors into one float64 buffer and takes the products whenever it is full.
-
-    Packing costs one copy a tensor, which the conversion to float64 needs anyway, and makes a model
-    of hundreds of small tensors as cheap as one large tensor.
-    """
-
-    def __init__(self, device: torch.device, size: int, with_p: bool) -> None:
-        self.g = torch.empty(size, dtype=torch.float64, device=device)
-        self.p = torch.empty(size, dtype=torch.float64, device=device) if with_p else None
-        self.filled = 0
-        self.sums = torch.zeros(3, dtype=torch.float64, device=device)
-
-    def add(self, g: Tensor, p: Tensor | None) -> None:
-        flat_g = g.reshape(-1)
-        flat_p = None if p is None else p.reshape(-1)
-        start, num_elements = 0, flat_g.numel()
-        while start < num_elements:
-            take = min(num_elements - start, self.g.numel() - self.filled)
-            place = slice(self.filled, self.filled + take)
-            source = slice(start, start + take)
-            _fill(self.g[place], flat_g[source])
-            if self.p is not None:
-                _fill(self.p[place], None if flat_p is None else flat_p[source])
-            self.filled += take
-            start += take
-            if self.filled == self.g.numel():
-                self._flush()
-
-    def result(self) -> Tensor:
-        if self.filled > 0:
-            self._flush()
-        return self.sums
-
-    def _flush(self) -> None:
-        g = self.g[: self.filled]
-        self.sums[0] += torch.dot(g, g)
-        if self.p is not None:
-            p = self.p[: self.filled]
-            self.sums[1] += torch.dot(p, p)
-            self.sums[2] += torch.dot(g, p)
-        self.filled = 0
-
-
-def _fill(place: Tensor, source: Tensor | None) -> None:
-    if source is None:
-        place.zero_()
-    else:
-        place.copy_(source.to(place.device))
+        store_(p, g, factor)
+    return found
 
 
 def project_(
@@ -104,53 +89,74 @@ def project_(
     or better and rounded once to each tensor's dtype. `coefficient` may lie outside float32's range
     (|g| = 1e20 and |p| = 1e-25 need 1e45).
     """
-    for g, p in _chunks(grad, reference):
-        work = g.to(torch.promote_types(g.dtype, torch.float32), copy=True)
-        if _fits_float32(coefficient):
-            work.sub_(p.to(g.device), alpha=coefficient)
-        else:
-            work.sub_(scale_(p.to(g.device, work.dtype, copy=True), coefficient))
-        p.copy_(g if store_raw else work)
-        scale_(work, factor)
-        if g.dtype == torch.float16:
-            # |g'| <= |g|, but a single element may grow past 65504 and would become inf.
-            work.clamp_(-65504.0, 65504.0)
-        g.copy_(work)
+    fast = _fast(grad.device)
+    if fast is None or not fast.project_(grad, reference, coefficient, factor, store_raw):
+        kernels_exact.project_(grad, reference, coefficient, factor, store_raw)
+
+
+def store_(reference: Tensor, grad: Tensor, factor: float) -> None:
+    """reference = grad; grad = factor * grad. In place and in one pass."""
+    fast = _fast(grad.device)
+    if fast is None or not fast.store_(reference, grad, factor):
+        kernels_exact.store_(reference, grad, factor)
 
 
 def scale_(tensor: Tensor, factor: float) -> Tensor:
     """tensor *= factor in place, also for a factor outside float32's range; returns the tensor."""
-    if factor == 1.0:
-        return tensor
-    if _fits_float32(factor):
-        return tensor.mul_(factor)
-    mantissa, exponent = math.frexp(factor)
-    tensor.mul_(mantissa)
-    while exponent:
-        step = max(-_EXPONENT_STEP, min(_EXPONENT_STEP, exponent))
-        tensor.mul_(2.0**step)
-        exponent -= step
-    return tensor
+    return kernels_exact.scale_(tensor, factor)
 
 
-def _fits_float32(factor: float) -> bool:
-    return abs(math.frexp(factor)[1]) <= _EXPONENT_STEP
+def _sums_on(device: torch.device, gs: Sequence[Tensor], ps: Sequence[Tensor | None]) -> Tensor:
+    pairs = [(g, p) for g, p in zip(gs, ps, strict=True) if g.device == device]
+    gs, ps = [g for g, _ in pairs], [p for _, p in pairs]
+    if device.type == "cuda" and _choice() == "triton":
+        from sidestep.control import kernels_triton
+
+        return kernels_triton.sums_of_products(gs, ps)
+    is_large = sum(g.numel() for g in gs) >= _EXACT_BELOW
+    if device.type != "cpu" or not is_large or any(g.dtype == torch.float64 for g in gs):
+        return kernels_exact.sums_of_products(gs, ps)
+    if _choice() == "compiled":
+        return _compiled_sums(gs, ps)
+    return torch.tensor(kernels_cpu.sums_of_products(gs, ps), dtype=torch.float64)
 
 
-def _chunks(first: Tensor, second: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Views of two tensors of one shape, chunk by chunk; whole if small or laid out otherwise."""
-    size = _chunk_size(first.device)
-    if first.numel() > size and first.is_contiguous() and second.is_contiguous():
-        parts = torch.split(first.view(-1), size), torch.split(second.view(-1), size)
-        yield from zip(*parts, strict=True)
-    else:
-        yield first, second
+def _compiled_sums(gs: Sequence[Tensor], ps: Sequence[Tensor | None]) -> Tensor:
+    """By compiled kernels where they can, the others and what is left of rows eagerly."""
+    from sidestep.control import kernels_compiled
+
+    sums = torch.zeros(3, dtype=torch.float64)
+    left: list[tuple[Tensor, Tensor | None]] = []
+    for g, p in zip(gs, ps, strict=True):
+        found = kernels_compiled.sums_of_products(g, p)
+        start = 0
+        if found is not None:
+            sums += torch.tensor(found, dtype=torch.float64)
+            start = g.numel() // kernels_compiled.UNIT * kernels_compiled.UNIT
+        if start < g.numel():
+            left.append((g.reshape(-1)[start:], None if p is None else p.reshape(-1)[start:]))
+    if left:
+        others = kernels_cpu.sums_of_products([g for g, _ in left], [p for _, p in left])
+        sums += torch.tensor(others, dtype=torch.float64)
+    return sums
 
 
-def _chunk_size(device: torch.device) -> int:
-    return CPU_CHUNK if device.type == "cpu" else DEVICE_CHUNK
+def _fast(device: torch.device) -> ModuleType | None:
+    """The kernels of choice for a device, each with `project_` and `store_`: whether it did it."""
+    choice = _choice()
+    if choice == "compiled" and device.type == "cpu":
+        from sidestep.control import kernels_compiled
+
+        return kernels_compiled
+    if choice == "triton" and device.type == "cuda":
+        from sidestep.control import kernels_triton
+
+        return kernels_triton
+    return None
 
 
-def _float64_device(device: torch.device) -> torch.device:
-    """Where to accumulate what lives on `device`: MPS has no float64."""
-    return torch.device("cpu") if device.type == "mps" else device
+def _choice() -> str:
+    choice = os.environ.get(KERNELS_VARIABLE) or "eager"
+    if choice not in _CHOICES:
+        raise ValueError(f"{KERNELS_VARIABLE}={choice!r} must be one of {', '.join(_CHOICES)}")
+    return choice

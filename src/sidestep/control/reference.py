@@ -1,85 +1,186 @@
-"""What this step's gradient is compared with: a stored copy of the previous one."""
+"""What this step's vector is compared with: the stale direction.
+
+The vector is the gradient (space="gradient") or the update that the optimizer made of it
+(space="update"). Here are the references made of past vectors; displacement.py has the one made of
+weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
-from typing import Any
+import logging
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-SNAPSHOT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from sidestep.control.facts import StepFacts
+from sidestep.control.kernels import scale_
+from sidestep.control.storage import StoredVector
+
+# Where the host does not say the lag. Staleness of published runs is 0 to 32.
+DEFAULT_HORIZON = 8.0
+
+# Local weights of a parameter before the step, by name.
+Weights = Callable[[str], Tensor]
+
+_log = logging.getLogger(__name__)
 
 
-class PreviousGradient:
-    """The gradient of the last step that had a finite one other than zero, by parameter name.
+class Reference(Protocol):
+    """A vector p over the parameters, one name at a time. Tensors are local shares.
 
-    Tensors are copies of its own, never aliases of `p.grad`, in one dtype whatever the gradient's,
-    on the gradient's device ("same") or in host memory ("cpu", pinned for CUDA). A name in `known`
-    without a tensor had no gradient, which counts as zero. `batch` is the rollout batch the
-    gradient came from, None if the host did not say.
+    A step is: `open`; `part` for what is measured; `settle`; if the vector is kept, for each
+    parameter that has one `lend` if it is projected, and `keep`; `close`.
+
+    zero_reason: what the record says where p is zero.
     """
 
-    def __init__(self, dtype: torch.dtype, device: str) -> None:
-        self.known: tuple[str, ...] = ()
-        self.batch: int | str | None = None
-        self._dtype = dtype
-        self._device = device
-        self._tensors: dict[str, Tensor] = {}
+    zero_reason: str
 
     @property
-    def is_empty(self) -> bool:
-        return not self._tensors
+    def known(self) -> Set[str]:
+        """The names p speaks about; empty: there is no reference."""
+        ...
 
-    def get(self, name: str, like: Tensor) -> Tensor | None:
-        """The stored part of a parameter that is shaped and placed as `like`; None for zeros.
+    def open(self, facts: StepFacts, names: Sequence[str]) -> None:
+        """A new step of the parameters `names` begins."""
+        ...
 
-        Raises ValueError if the stored shape differs.
+    def settle(self, lag: float | None) -> bool:
+        """The lag of this step, one number for all ranks; whether p is zero because of it."""
+        ...
+
+    def part(self, name: str, weights: Tensor) -> Tensor | None:
+        """p's part of a parameter, not to be changed; None for zeros.
+
+        weights: the parameter before the step.
         """
-        stored = self._tensors.get(name)
-        if stored is None:
-            return None
-        if stored.shape != like.shape:
-            raise ValueError(
-                f"parameter {name!r} has shape {tuple(like.shape)}, its snapshot "
-                f"{tuple(stored.shape)}: the loaded control state belongs to another model"
-            )
-        device = self._device_for(like)
-        if stored.device != device:  # after load_state_dict, or when the model was moved
-            stored = self._tensors[name] = stored.to(device)
-        return stored
+        ...
 
-    def store(self, name: str, grad: Tensor) -> None:
-        """Copy a gradient in."""
-        if name not in self._tensors:
-            self._tensors[name] = torch.empty(
-                grad.shape,
-                dtype=self._dtype,
-                device=self._device_for(grad),
-                pin_memory=self._device == "cpu" and grad.device.type == "cuda",
-            )
-        self._tensors[name].copy_(grad)
+    def lend(self, name: str, weights: Tensor) -> Tensor | None:
+        """As `part`, and the caller may overwrite it with the vector it then gives to `keep`."""
+        ...
 
-    def keep_only(self, known: Sequence[str], with_gradient: Set[str]) -> None:
-        """Speak about `known` from now on, and forget the tensors of all but `with_gradient`."""
-        self.known = tuple(known)
-        for name in self._tensors.keys() - with_gradient:
-            del self._tensors[name]
+    def keep(self, name: str, vector: Tensor, factor: float = 1.0) -> None:
+        """Take in a parameter's part of this step's vector, then multiply that by `factor`."""
+        ...
+
+    def close(
+        self, names: Sequence[str], kept: Set[str] | None, weights: Weights, moves: bool
+    ) -> None:
+        """The step of the parameters `names` is measured and written.
+
+        kept: names whose vector went to `keep`; None: this step's vector is not kept.
+        moves: the optimizer moves weights in this step.
+        """
+        ...
 
     def state_dict(self) -> dict[str, Any]:
-        """`known` and `batch`, plain, and `snapshot`: copies of the tensors by name."""
-        snapshot = {name: stored.clone() for name, stored in self._tensors.items()}
-        return {"known": list(self.known), "batch": self.batch, "snapshot": snapshot}
+        """Plain JSON values."""
+        ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave. Tensors are copied, in this snapshot's dtype."""
-        snapshot: Mapping[str, Tensor] = state.get("snapshot") or {}
-        self.known = tuple(state.get("known") or snapshot)
-        self.batch = state.get("batch")
-        self._tensors = {
-            name: stored.detach().to(self._dtype, copy=True).contiguous()
-            for name, stored in snapshot.items()
-        }
+    def load_state_dict(self, state: Mapping[str, Any], snapshot: Mapping[str, Tensor]) -> bool:
+        """Take over what `state_dict` and `snapshot` gave; whether it was complete."""
+        ...
 
-    def _device_for(self, like: Tensor) -> torch.device:
-        return torch.device("cpu") if self._device == "cpu" else like.device
+    def snapshot(self) -> dict[str, Tensor]:
+        """Copies of the stored tensors, by name."""
+        ...
+
+
+class Previous:
+    """reference="previous": the vector of the last step that had a finite one other than zero.
+
+    A name in `known` without a tensor had no vector then, which counts as zero.
+    """
+
+    zero_reason = "zero reference"
+
+    def __init__(self, stored: StoredVector) -> None:
+        self._stored = stored
+        self._known: dict[str, None] = {}  # an ordered set
+
+    @property
+    def known(self) -> Set[str]:
+        return self._known.keys()
+
+    def open(self, facts: StepFacts, names: Sequence[str]) -> None:
+        pass
+
+    def settle(self, lag: float | None) -> bool:
+        return False
+
+    def part(self, name: str, weights: Tensor) -> Tensor | None:
+        return self._stored.get(name, weights)
+
+    def lend(self, name: str, weights: Tensor) -> Tensor | None:
+        return self._stored.get(name, weights)
+
+    def keep(self, name: str, vector: Tensor, factor: float = 1.0) -> None:
+        self._stored.copy_in(name, vector, factor)  # what was lent is there already
+
+    def close(
+        self, names: Sequence[str], kept: Set[str] | None, weights: Weights, moves: bool
+    ) -> None:
+        if kept is not None:
+            self._known = dict.fromkeys(names)
+            self._stored.keep_only(kept)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"known": list(self._known)}
+
+    def load_state_dict(self, state: Mapping[str, Any], snapshot: Mapping[str, Tensor]) -> bool:
+        self._stored.load(snapshot)
+        self._known = dict.fromkeys(state.get("known") or snapshot) if snapshot else {}
+        return bool(snapshot)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        return self._stored.copies()
+
+
+class ExponentialMean(Previous):
+    """reference="ema": the mean of past vectors v with weights rho^age, rho = 1 - 1 / horizon.
+
+    The horizon is the lag that the host notes (at least 1: then it is the previous vector), or
+    DEFAULT_HORIZON. As a running mean, W the sum of weights: W' = rho W + 1, m' = m + (v - m) / W',
+    so that the first vectors count no more than the others.
+    """
+
+    def __init__(self, stored: StoredVector) -> None:
+        super().__init__(stored)
+        self._weight = 0.0
+        self._share = 1.0
+
+    def settle(self, lag: float | None) -> bool:
+        horizon = max(1.0, DEFAULT_HORIZON if lag is None else lag)
+        if lag is None and not self._known:
+            _log.warning("reference='ema': no lag was noted: a horizon of %g steps", horizon)
+        self._share = 1.0 / ((1.0 - 1.0 / horizon) * self._weight + 1.0)
+        return False
+
+    def lend(self, name: str, weights: Tensor) -> Tensor | None:
+        part = self.part(name, weights)
+        return None if part is None else part.clone()
+
+    def keep(self, name: str, vector: Tensor, factor: float = 1.0) -> None:
+        self._stored.blend_in(name, vector, self._share)
+        scale_(vector, factor)
+
+    def close(
+        self, names: Sequence[str], kept: Set[str] | None, weights: Weights, moves: bool
+    ) -> None:
+        if kept is None:
+            return
+        self._known = dict.fromkeys(names)
+        self._stored.keep_only(self._known.keys())
+        for name in self._stored.names - kept:
+            self._stored.shrink(name, 1.0 - self._share)
+        self._weight = 1.0 / self._share
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "weight": self._weight}
+
+    def load_state_dict(self, state: Mapping[str, Any], snapshot: Mapping[str, Tensor]) -> bool:
+        complete = super().load_state_dict(state, snapshot)
+        self._weight = float(state.get("weight", 0.0)) if complete else 0.0
+        return complete

@@ -4,108 +4,99 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
 
-from sidestep.control.checks import require_choice, require_count, require_number
+from sidestep.control.geometry import Products
 from sidestep.control.record import Regime
-
-Above = Literal["skip", "damp", "project"]
+from sidestep.control.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do with a step.
+    """What to do with the vector v of a step (gradient or update) and its reference p.
 
-    removed: the share a of g's part along p that is taken out: g' = g - a c |g| p/|p|.
-    step_scale: factor on the learning rate of this step.
+    removed: the share a of v's part along p that is taken out: v' = v - a c |v| p/|p|.
+    coefficient: instead of a share, v' = v - coefficient p.
+    step_scale: factor on this step.
     """
 
     regime: Regime
     reason: str
     removed: float = 0.0
+    coefficient: float | None = None
     step_scale: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """When a cosine c is acted on, and how hard.
+def decide(
+    settings: Settings,
+    thresholds: tuple[float, float],
+    cosine: float,
+    skips_in_a_row: int,
+    reach: float = 1.0,
+    drift: float = 0.0,
+) -> Decision:
+    """What a step with this cosine c gets.
 
-    Pass while c <= low, project while low < c <= high, over high do what `above` says. Only c > 0
-    is ever acted on: opposed gradients are the healthy sign of a step that was long enough.
+    Pass while c <= low, project while low < c <= high, over high what `above` says. Only c > 0 is
+    ever acted on: opposed vectors are the healthy sign of a step that was long enough.
 
-    strength: share of the parallel part that a projection removes, in (0, 1].
-    residual: instead of strength, the cosine that a projection leaves behind, in [0, low].
-    damp_power: in regime "damp" the step is multiplied by (1 - c) ** damp_power.
-    max_skips: skips in a row after which the step is projected instead.
-
-    Raises ValueError naming the argument and its value.
+    thresholds: low and high.
+    skips_in_a_row: skips directly before it.
+    reach: share of |p| on parameters that have a part in v (`Products.reach`).
+    drift: mean |ratio - 1|; strength="drift" needs it.
     """
+    low, high = thresholds
+    if cosine <= max(low, 0.0):
+        return Decision("pass", "at most low" if cosine <= low else "not positive")
+    if cosine <= high:
+        return _project(settings, "above low", cosine, reach, drift)
+    if settings.above == "damp":
+        scale = (1.0 - cosine) ** settings.damp_power
+        return Decision("damp", "above high", step_scale=scale)
+    if settings.above == "skip" and skips_in_a_row < settings.max_skips:
+        return Decision("skip", "above high")
+    reason = "max_skips reached" if settings.above == "skip" else "above high"
+    return _project(settings, reason, cosine, reach, drift)
 
-    low: float
-    high: float
-    strength: float
-    residual: float | None
-    above: Above
-    damp_power: float
-    max_skips: int
 
-    def __post_init__(self) -> None:
-        for name, cosine in (("low", self.low), ("high", self.high)):
-            require_number(name, cosine)
-            if not -1.0 <= cosine <= 1.0:
-                raise ValueError(f"{name}={cosine} is not a cosine: it must be in [-1, 1]")
-        if self.low > self.high:
-            raise ValueError(f"low={self.low} is above high={self.high}: it must be at most high")
-        require_number("strength", self.strength)
-        if not 0.0 < self.strength <= 1.0:
-            raise ValueError(f"strength={self.strength} must be in (0, 1]")
-        self._check_residual()
-        require_choice("above", self.above, get_args(Above))
-        require_number("damp_power", self.damp_power, above=0.0)
-        require_count("max_skips", self.max_skips, at_least=0)
+def decide_by_secant(measured: Products, curvature: float) -> Decision:
+    """Take out what is spent: g' = g + min(h, -share) d while share = <g,d>/|d|^2 < 0, else
+    g' = g + h d, with d how far the policy moved and h the curvature along it.
 
-    def _check_residual(self) -> None:
-        if self.residual is None:
-            return
-        require_number("residual", self.residual)
-        if not 0.0 <= self.residual <= self.low or self.residual == 1.0:
-            raise ValueError(
-                f"residual={self.residual} is the cosine left behind: it must be in [0, low] "
-                f"and below 1 (low={self.low})"
-            )
-        if self.strength != 1.0:
-            raise ValueError(
-                f"residual={self.residual} replaces strength={self.strength}: give one of them"
-            )
+    The reference is p = -d. Only what has a gradient can be changed: |d| is taken there.
+    """
+    if curvature == 0.0:
+        return Decision("pass", "no curvature")
+    if measured.pp_reachable == 0.0:
+        return Decision("pass", "nothing to take it from")
+    spent = measured.gp / measured.pp_reachable
+    return Decision(
+        "project", "secant", coefficient=min(curvature, spent) if spent > 0 else curvature
+    )
 
-    def decide(self, cosine: float, skips_in_a_row: int, reach: float = 1.0) -> Decision:
-        """What a step with this cosine gets.
 
-        skips_in_a_row: skips directly before it.
-        reach: share of |p| on parameters that have a gradient now (`Products.reach`).
-        """
-        if cosine <= max(self.low, 0.0):
-            return Decision("pass", "at most low" if cosine <= self.low else "not positive")
-        if cosine <= self.high:
-            return Decision("project", "above low", removed=self.removed_share(cosine, reach))
-        if self.above == "damp":
-            return Decision("damp", "above high", step_scale=(1.0 - cosine) ** self.damp_power)
-        if self.above == "skip" and skips_in_a_row < self.max_skips:
-            return Decision("skip", "above high")
-        reason = "max_skips reached" if self.above == "skip" else "above high"
-        return Decision("project", reason, removed=self.removed_share(cosine, reach))
+def removed_share(settings: Settings, cosine: float, reach: float, drift: float) -> float:
+    """The share a that a projection removes: `strength`, min(1, drift / drift_scale), or what
+    leaves cosine `residual`.
 
-    def removed_share(self, cosine: float, reach: float = 1.0) -> float:
-        """The share a that a projection removes: `strength`, or what leaves cosine `residual`.
+    a = 1 - r sqrt(1 - c^2) / (c sqrt(1 - r^2)) for residual r, from <v',p> = (1 - a) <v,p> and
+    |v'|^2 = |v|^2 (1 - (2a - a^2) c^2). Where only a part of p can be reached, c and r are the
+    cosines with that part.
+    """
+    if settings.strength == "drift":
+        return min(1.0, drift / settings.drift_scale)
+    if settings.residual is None:
+        return float(settings.strength)
+    c, r = min(1.0, cosine / reach), settings.residual / reach
+    return 1.0 - r * _sine(c) / (c * _sine(r)) if r < c else 0.0
 
-        a = 1 - r sqrt(1 - c^2) / (c sqrt(1 - r^2)) for residual r, from <g',p> = (1 - a) <g,p> and
-        |g'|^2 = |g|^2 (1 - (2a - a^2) c^2). Where only a part of p can be reached, c and r are the
-        cosines with that part.
-        """
-        if self.residual is None:
-            return self.strength
-        c, r = min(1.0, cosine / reach), self.residual / reach
-        return 1.0 - r * _sine(c) / (c * _sine(r)) if r < c else 0.0
+
+def _project(
+    settings: Settings, reason: str, cosine: float, reach: float, drift: float
+) -> Decision:
+    removed = removed_share(settings, cosine, reach, drift)
+    if removed == 0.0:
+        return Decision("pass", "no drift" if settings.strength == "drift" else reason)
+    return Decision("project", reason, removed=removed)
 
 
 def _sine(cosine: float) -> float:

@@ -139,6 +139,17 @@ METRICS: tuple[Metric, ...] = (
         "steps",
         "skipped steps up to and with this one, since the last change",
     ),
+    Metric(
+        "align/expected",
+        "cosine",
+        "the cosine that fresh data would show, 2h / (1 + h) with h that of the two halves of this "
+        "batch; null but every `control.expected_every` steps",
+    ),
+    Metric("align/excess", "cosine", "`align/cosine` minus `align/expected`"),
+    Metric("alarm/level", "text", "ok, watch, or alarm: likely to collapse", "text"),
+    Metric(
+        "alarm/reason", "text", "the signs that the alarm's rule sees, with their limits", "text"
+    ),
     Metric("grad/norm_raw", "1", "length of the gradient before control and clipping"),
     Metric("grad/norm_applied", "1", "length of the gradient after control, before clipping"),
     Metric(
@@ -250,7 +261,11 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "time/generate_s", "s", "time the engine sampled for this step's groups; overlaps training"
     ),
-    Metric("time/reward_s", "s", "time spent scoring this step's completions; overlaps training"),
+    Metric(
+        "time/reward_s",
+        "s",
+        "time spent scoring completions since the row before; overlaps training",
+    ),
     Metric("time/train_s", "s", "time of loss, backward, control and optimizer"),
     Metric("time/wait_for_groups_s", "s", "time the trainer waited for groups before this step"),
     Metric(

@@ -116,18 +116,10 @@ def _cut_groups(path: Path, resume_step: int) -> None:
     if not path.exists():
         return
     rows = read_rows(path)
-    kept = [row["index"] for row in rows if row["step"] is not None and row["step"] < resume_step]
-    last_index = max(kept, default=-1)
-    # A dropped group has no step. Groups are trained on in admission order, so its index tells
-    # whether it was dropped on the way to a step that is kept.
-    replace_rows(
-        path,
-        (
-            row
-            for row in rows
-            if (row["index"] < last_index if row["step"] is None else row["step"] < resume_step)
-        ),
-    )
+    # Rows are written step by step, those of dropped groups (which have no step) before the ones
+    # that were trained on in their step.
+    trained = (i for i, row in enumerate(rows) if row["step"] in range(resume_step))
+    replace_rows(path, rows[: max(trained, default=-1) + 1])
 
 
 def _is_scalar(name: str, value: Any) -> bool:

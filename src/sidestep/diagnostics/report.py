@@ -101,10 +101,22 @@ def _head(run: RunData, summary: RunSummary) -> str:
         f'<p class="verdict"><span class="state {css_class}">{state}</span>'
         f"{escape(summary.verdict())}</p>\n",
     ]
-    problems = _not_finite(run)
-    if problems:
-        parts.append(page.paragraph(problems, "bad"))
+    parts += [
+        page.paragraph(problem, "bad") for problem in (_not_finite(run), _alarm(run)) if problem
+    ]
     return "".join(parts) + page.tiles(values)
+
+
+def _alarm(run: RunData) -> str:
+    """When the alarm first rang, and why."""
+    alarms = [row for row in run.rows if row.get("alarm/level") == "alarm"]
+    if not alarms:
+        return ""
+    first = alarms[0]
+    return (
+        f"Alarm in {len(alarms)} of {len(run.rows)} steps, first in step {first['step']}: "
+        f"{first['alarm/reason']}."
+    )
 
 
 def _not_finite(run: RunData) -> str:

@@ -27,8 +27,10 @@ TRACEBACK_LINES = 20
 
 
 def main() -> None:
-    # Ctrl-C in a terminal reaches every process in it; the parent decides what follows.
+    # Ctrl-C in a terminal, and a scheduler's SIGTERM, reach every process of the group; the parent
+    # decides what follows, and the end of stdin ends this process at once.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     calls_in, answers_out = _take_standard_streams()
     calls: SimpleQueue[dict[str, Any]] = SimpleQueue()
     Thread(target=_listen, args=(calls_in, calls), daemon=True).start()

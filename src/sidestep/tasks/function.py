@@ -80,9 +80,8 @@ class FunctionTask:
         try:
             returned = self._function(**arguments)
             return asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned
-        except (
-            Exception
-        ) as error:  # whatever the user's code raises: name the prompt, keep the cause
+        # whatever the user's code raises, sys.exit included: name the prompt, keep the cause
+        except (Exception, SystemExit) as error:
             lines = str(error).strip().splitlines()
             told = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
             raise self._fault(

@@ -2,7 +2,8 @@
 for a whole one.
 
     checkpoints/step-00000050/
-      model/             a Hugging Face folder (config, weights, tokenizer)
+      model/             a Hugging Face folder (config, weights, tokenizer), to use; not read again
+      weights.safetensors  the model under its own names, which a Hugging Face folder may change
       state.safetensors  tensors of optimizer, control and random state, by dotted path
       weights/           exact mode only: the versions that rollouts under way still need
       groups.jsonl       groups that had arrived and were not trained on yet
@@ -15,7 +16,6 @@ rest JSON: no pickle.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -52,17 +52,22 @@ class Checkpoint:
 def write_checkpoint(
     checkpoint: Checkpoint, root: Path, hugging_face: Any, tokenizer: Any, keep: int
 ) -> Path:
-    """Write, rename, then delete all but the newest `keep`. `hugging_face` is the model that knows
-    its config.
+    """Write, rename, then delete all but the newest `keep`; one of this step is left as it is.
+
+    `hugging_face` is the model that knows its config.
     """
     final = root / f"step-{checkpoint.step:08d}"
-    draft = root / f".{final.name}.{os.getpid()}"
-    shutil.rmtree(draft, ignore_errors=True)
+    if final in complete_checkpoints(root):
+        return final  # the same step has the same state
+    for leftover in (*root.glob(".step-*"), *root.glob(".old-*"), *root.glob(final.name)):
+        shutil.rmtree(leftover)  # of a run that was killed
+    draft = root / f".{final.name}"
     draft.mkdir(parents=True)
     hugging_face.save_pretrained(draft / "model", state_dict=checkpoint.model)
     tokenizer.save_pretrained(draft / "model")
     tensors, trainer = split_tensors(checkpoint.trainer)
     save_file(tensors, draft / "state.safetensors")
+    save_file(checkpoint.model, draft / "weights.safetensors")
     (draft / "weights").mkdir()
     for version, weights in checkpoint.weights.items():
         save_file(weights, draft / "weights" / f"{version:08d}.safetensors")
@@ -77,10 +82,10 @@ def write_checkpoint(
         "elapsed_s": checkpoint.elapsed_s,
     }
     (draft / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-    shutil.rmtree(final, ignore_errors=True)
     draft.rename(final)
     for old in complete_checkpoints(root)[:-keep]:
-        shutil.rmtree(old)
+        # renamed first: half of it must not look like a whole one
+        shutil.rmtree(old.rename(root / f".old-{old.name}"))
     return final
 
 
@@ -101,12 +106,11 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             )
         with open(folder / "groups.jsonl", encoding="utf-8") as file:
             waiting = tuple(group_from_json(json.loads(line)) for line in file)
-        shards = sorted((folder / "model").glob("*.safetensors"))
         weights = sorted((folder / "weights").glob("*.safetensors"))
         return Checkpoint(
             step=state["step"],
             versions_after={int(k): v for k, v in state["versions_after"].items()},
-            model={name: tensor for shard in shards for name, tensor in load_file(shard).items()},
+            model=load_file(folder / "weights.safetensors"),
             trainer=join_tensors(load_file(folder / "state.safetensors"), state["trainer"]),
             ledger=state["ledger"],
             waiting=waiting,

@@ -58,6 +58,11 @@ def mini_batches(batch: Batch, number: int) -> Iterator[Batch]:
         yield rows_of(batch, slice(start, end))
 
 
+def first_half_rows(batch: Batch) -> int:
+    """Rows of the first half of a batch's groups."""
+    return next(mini_batches(batch, 2)).num_sequences
+
+
 def micro_batches(batch: Batch, size: int | None) -> Iterator[Batch]:
     """Consecutive rows, `size` at a time (None: all of them)."""
     for rows in micro_rows(batch.num_sequences, size):
@@ -66,7 +71,7 @@ def micro_batches(batch: Batch, size: int | None) -> Iterator[Batch]:
 
 def micro_rows(num_rows: int, size: int | None) -> Iterator[slice]:
     """The rows of each micro-batch."""
-    size = size or num_rows
+    size = size or max(1, num_rows)
     for start in range(0, num_rows, size):
         yield slice(start, start + size)
 

@@ -23,7 +23,7 @@ import asyncio
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +39,7 @@ from sidestep.engines.protocol import Engine, GenerationRequest, Sampling
 from sidestep.errors import Interrupted, StalledError
 from sidestep.tasks.protocol import Task
 from sidestep.trainer.accounting import EQUAL_REWARDS
+from sidestep.trainer.background import in_daemon_thread
 from sidestep.trainer.checkpoint import Checkpoint, write_checkpoint
 from sidestep.trainer.metrics import Timings, group_row, step_row
 from sidestep.trainer.rows import PendingRows
@@ -99,6 +100,11 @@ class Run:
         self.evaluations: asyncio.Queue[tuple[int, int]] = asyncio.Queue(maxsize=1)
         self.saves: asyncio.Queue[Checkpoint] = asyncio.Queue(maxsize=1)
         self.interrupted = False
+        self.alarmed = False
+        self.waits: dict[int, Callable[[], str]] = {}  # under way, the oldest first
+        self.buffer.blocker = lambda: "".join(f"; {wait()}" for wait in self.waits.values())
+        if config.control.reference == "displacement":
+            self.trainer.weights_of = self.channel.read
         self.started = time.monotonic() - (checkpoint.elapsed_s if checkpoint else 0.0)
         self.step_ended = time.monotonic()
 
@@ -109,12 +115,14 @@ class Run:
         self._handle_signals(True)
         try:
             async with asyncio.TaskGroup() as loops:
+                self.rollouts = loops.create_task(self._rollout(), name="rollout")
+                train = loops.create_task(self._train(), name="train")
                 others = [
-                    loops.create_task(self._rollout(), name="rollout"),
+                    self.rollouts,
                     loops.create_task(self._evaluate(), name="evaluate"),
                     loops.create_task(self._save(), name="save"),
                 ]
-                await self._train()
+                await train
                 await self.evaluations.join()  # theirs are rows of steps that are done
                 await self.saves.join()
                 for loop in others:
@@ -150,7 +158,7 @@ class Run:
             self.parts.progress.waiting("train", None)
             if groups is None:
                 return
-            report = await asyncio.to_thread(self._step, groups, step)
+            report = await self._finish(asyncio.to_thread(self._step, groups, step))
             self.steps_done = step + 1
             self.versions_after[self.steps_done] = report.version
             self._forget_versions()
@@ -204,7 +212,7 @@ class Run:
         ]
         with self.timings.measure("reward_s"):
             groups = await self._within(
-                asyncio.to_thread(self._score, groups),
+                in_daemon_thread(self._score, groups),
                 lambda: f"rollout waited for the rewards of groups {indices[0]} to {indices[-1]}",
             )
         for group in groups:
@@ -240,16 +248,28 @@ class Run:
                 self.channel.publish(report.version, self.trainer.model.named_parameters())
         return report
 
+    async def _finish(self, step: Coroutine[Any, Any, T]) -> T:
+        """Await a step; if the run ends meanwhile, first let it come to its end: it publishes."""
+        under_way = asyncio.ensure_future(step)
+        try:
+            return await asyncio.shield(under_way)
+        except asyncio.CancelledError:
+            await asyncio.wait([under_way])
+            raise
+
     def _forget_versions(self) -> None:
         """Keep the versions that a rollout can still ask for: those after the last max_lag + 1
         steps.
         """
         first = max(0, self.steps_done - self.config.rollout.max_lag)
         self.versions_after = {k: v for k, v in self.versions_after.items() if k >= first}
+        kept = {self.trainer.version}
         if self.config.rollout.lag_mode == "exact":
-            self.channel.retain(set(self.versions_after.values()))
-        else:
-            self.channel.retain({self.trainer.version})
+            kept |= set(self.versions_after.values())
+        if self.trainer.weights_of:  # the control reads the weights that sampled a batch
+            oldest = self.trainer.version - self.buffer.max_lag_versions
+            kept |= set(range(oldest, self.trainer.version))
+        self.channel.retain(kept)
 
     async def _after_step(self, step: int, groups: Sequence[Group], report: StepReport) -> None:
         """Record the step; hand out an evaluation and a checkpoint where they are due."""
@@ -258,12 +278,18 @@ class Run:
         seconds = self.timings.collect() | {"time/elapsed_s": now - self.started}
         self.step_ended = now
         dropped, self.dropped = self.dropped, []
+        # Before any wait: rollouts go on, and what they do next is the next row's.
+        due = self._is_due(self.config.train.checkpoint_every)
+        checkpoint = self._checkpoint() if due else None
         row = step_row(step, report, groups, dropped, self.config.rollout.max_lag, seconds)
         self.parts.recorder.groups(
             [group_row(group, None, EQUAL_REWARDS) for group in dropped]
             + [group_row(group, step, None) for group in groups]
         )
         self.parts.progress.step(row)
+        if report.alarm and report.alarm.level == "alarm" and not self.alarmed:
+            self.alarmed = True
+            self.parts.progress.message(f"step {step}: {report.alarm.reason}")
         evaluate = bool(self.parts.held_out) and self._is_due(self.config.train.eval_every)
         self.rows.add(row, needs_evaluation=evaluate)
         if evaluate:
@@ -272,9 +298,9 @@ class Run:
                 self.evaluations.put((step, report.version)),
                 lambda: "train waited for the evaluation before this one",
             )
-        if self._is_due(self.config.train.checkpoint_every):
+        if checkpoint:
             await self._within(
-                self.saves.put(self._checkpoint()),
+                self.saves.put(checkpoint),
                 lambda: "train waited for the checkpoint before this one",
             )
 
@@ -301,14 +327,17 @@ class Run:
                 lambda: f"evaluate waited for the engine (version {version})",
             )
             texts += [completions[0].text for completions in generation.completions]
-        rewards = await asyncio.to_thread(
-            self.parts.task.score, [prompt.example for prompt in held_out], texts
+        rewards = await self._within(
+            in_daemon_thread(self.parts.task.score, [prompt.example for prompt in held_out], texts),
+            lambda: f"evaluate waited for the rewards of version {version}",
         )
         return sum(rewards) / len(rewards)
 
     def _checkpoint(self) -> Checkpoint:
         exact = self.config.rollout.lag_mode == "exact"
         needed = set(self.versions_after.values()) if exact else set()
+        if self.trainer.weights_of:
+            needed |= set(self.channel.versions())
         return Checkpoint(
             step=self.steps_done,
             versions_after=dict(self.versions_after),
@@ -336,6 +365,7 @@ class Run:
         self.interrupted = True
         self._handle_signals(False)
         self.parts.progress.message("stopping: writing a checkpoint (Ctrl-C again to end at once)")
+        self.rollouts.cancel()  # an error of a rollout must not replace the stop
         self.buffer.close()
 
     async def _stop(self) -> None:
@@ -360,6 +390,7 @@ class Run:
     async def _within(self, awaitable: Awaitable[T], describe: Callable[[], str]) -> T:
         """Every wait has an end: after it the run says who waited for whom."""
         limit_s = self.config.rollout.timeout_s
+        self.waits[id(awaitable)] = describe
         try:
             async with asyncio.timeout(limit_s) as timeout:
                 return await awaitable
@@ -369,6 +400,8 @@ class Run:
             raise StalledError(
                 f"{describe()}; no answer in rollout.timeout_s = {limit_s:g} s"
             ) from None
+        finally:
+            self.waits.pop(id(awaitable))
 
 
 def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -9,17 +9,21 @@ Shapes: _B sequences, _T completion tokens, _L prompt and completion tokens (typ
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from sidestep.config import RunConfig
+from sidestep.control.alarm import Alarm, AlarmState
 from sidestep.control.attach import attach
 from sidestep.control.controller import ControlRecord, GradientControl
+from sidestep.control.expected import Halves
+from sidestep.errors import CheckpointError
 from sidestep.losses import (
     Denominators,
     LagTable,
@@ -31,8 +35,16 @@ from sidestep.losses import (
 )
 from sidestep.trainer.accounting import untrained_completions
 from sidestep.trainer.batch import make_batch
+from sidestep.trainer.behaviour import BehaviourWeights, Weights
 from sidestep.trainer.loss import LossSums, objective_of
-from sidestep.trainer.parts import Sample, micro_batches, micro_rows, mini_batches, to_device
+from sidestep.trainer.parts import (
+    Sample,
+    first_half_rows,
+    micro_batches,
+    micro_rows,
+    mini_batches,
+    to_device,
+)
 from sidestep.trainer.reference_model import reference_model
 from sidestep.trainer.schedule import learning_rate_at
 from sidestep.types import Batch, Group
@@ -75,6 +87,7 @@ class StepReport:
     last_control: ControlRecord | None
     num_optimizer_steps: int
     train_s: float
+    alarm: AlarmState | None = None
     added_to_reward: Mapping[str, float] = field(default_factory=dict)
     untrained: Mapping[str, int] = field(default_factory=dict)
 
@@ -103,13 +116,16 @@ class Trainer:
             eps=config.train.adam_eps,
             weight_decay=config.train.weight_decay,
         )
-        control = GradientControl(**config.control.model_dump())
+        control = GradientControl(**config.control.arguments())
         self.handle = attach(
             self.optimizer,
             control,
             max_norm=config.train.max_norm,
             named_parameters=model.named_parameters(),
         )
+        self.alarm = Alarm()
+        # Weights of a past version, for a control that compares with them; the run says where from.
+        self.weights_of: Callable[[int], Weights] | None = None
 
     def train(self, groups: Sequence[Group], step: int) -> StepReport:
         """Make the batch of `groups` and train on it; see `step`."""
@@ -134,38 +150,52 @@ class Trainer:
             for _ in range(config.epochs_per_batch)
             for sample in samples
         ]
-        return _report(done, self.version, time.perf_counter() - started)
+        report = _report(done, self.version, time.perf_counter() - started)
+        return replace(report, alarm=self._alarm(report))
 
     def copy_of_model(self) -> dict[str, torch.Tensor]:
-        """Parameters and persistent buffers by name, tied ones once, copied."""
-        unique = {id(t): (name, t) for name, t in reversed(self._named_tensors())}
-        return {name: tensor.detach().clone() for name, tensor in unique.values()}
+        """Parameters and persistent buffers by their own names, tied ones once, on the CPU."""
+        return {
+            name: tensor.detach().to("cpu", copy=True)
+            for name, tensor in self._named_tensors().items()
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the model, copied: training may go on while it is written."""
         return {
             "version": self.version,
             "optimizer": copy.deepcopy(self.optimizer.state_dict()),
-            "control": copy.deepcopy(self.handle.state_dict()),
+            "control": self.handle.state_dict(),
+            "alarm": self.alarm.state_dict(),
             "random": {"cpu": torch.get_rng_state(), "device": device_random_state(self.device)},
         }
 
     def load_state_dict(self, model: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> None:
         """Continue exactly where `copy_of_model` and `state_dict` were taken."""
+        own = self._named_tensors()
+        missing, unknown = sorted(own.keys() - model.keys()), sorted(model.keys() - own.keys())
+        if missing or unknown:
+            raise CheckpointError(
+                f"the checkpoint is not of this model (model.path): missing {missing[:3]}, "
+                f"unknown {unknown[:3]}"
+            )
         with torch.no_grad():
-            for name, tensor in self._named_tensors():
-                if name in model:  # a tied one is there under one name
-                    tensor.copy_(model[name])
+            for name, tensor in own.items():
+                tensor.copy_(model[name])
         self.version = state["version"]
         moments = {int(index): moment for index, moment in state["optimizer"]["state"].items()}
         self.optimizer.load_state_dict({**state["optimizer"], "state": moments})
         self.handle.load_state_dict(state["control"])
+        self.alarm.load_state_dict(state["alarm"])
         torch.set_rng_state(state["random"]["cpu"])
         if state["random"]["device"] is not None:
             torch.cuda.set_rng_state(state["random"]["device"], self.device)
 
-    def _named_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        return list(self.model.state_dict(keep_vars=True).items())
+    def _named_tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters and persistent buffers, tied ones under their first name only."""
+        named = self.model.state_dict(keep_vars=True)
+        first = {id(tensor): name for name, tensor in reversed(named.items())}
+        return {name: named[name] for name in named if first[id(named[name])] == name}
 
     def _sample(self, batch: Batch) -> Sample:
         """A mini-batch with the other policies that the loss asks for, before any step on it."""
@@ -196,27 +226,41 @@ class Trainer:
         lag_counts = count_lags(sample.batch, self.version)
         denominators = count_denominators(sample.batch.mask_BT)
         learning_rate = learning_rate_at(self.version, self.config.train)
-        sums = self._backward(sample, denominators)
+        halves = self._halves(sample, step)
+        sums = self._backward(sample, denominators, halves)
         total = sums.off_policy.total
         if self.config.train.ess_learning_rate:
             learning_rate *= ess_learning_rate_factor(total.sequences.ess)
         advanced, record = False, None
         if denominators.num_tokens > 0:
-            record = self._optimize(step, learning_rate, lag_counts, total.ratios.drift)
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self.handle.note(
+                batch=step,
+                lag=mean_lag(lag_counts),
+                drift=finite(total.ratios.drift),
+                behaviour=self._behaviour(lag_counts),
+                expected=halves.expected() if halves else None,
+            )
+            record = self._optimize()
             advanced = record.regime != "skip"
         self.optimizer.zero_grad(set_to_none=True)
         self.version += advanced
         return OptimizerStep(advanced, learning_rate, sums, lag_counts, record)
 
-    def _backward(self, sample: Sample, denominators: Denominators) -> LossSums:
+    def _backward(
+        self, sample: Sample, denominators: Denominators, halves: Halves | None
+    ) -> LossSums:
         """Gradients of the whole mini-batch's loss, micro-batch by micro-batch under one
-        denominator.
+        denominator. With `halves` no micro-batch crosses the middle, where they are split.
         """
         objective, version = self.objective, self.version
-        parts = [
-            sample.rows(rows)
-            for rows in micro_rows(sample.batch.num_sequences, self.config.train.micro_batch_size)
-        ]
+        size, num_rows = self.config.train.micro_batch_size, sample.batch.num_sequences
+        middle = first_half_rows(sample.batch) if halves else num_rows
+        parts = [sample.rows(rows) for rows in micro_rows(middle, size)]
+        num_first = len(parts)
+        second = sample.rows(slice(middle, num_rows))
+        parts += [second.rows(rows) for rows in micro_rows(num_rows - middle, size)]
         statistics = None
         if objective.policy.statistics is not None:
             with torch.no_grad():
@@ -224,7 +268,9 @@ class Trainer:
                     self._inputs(part.to(self.device)) for part in parts
                 )
         sums = LossSums()
-        for part in parts:
+        for i, part in enumerate(parts):
+            if halves and i == num_first:
+                halves.split()
             moved = part.to(self.device)
             inputs = self._inputs(moved)
             loss, of_part = objective.loss(inputs, moved, version, denominators, statistics)
@@ -237,12 +283,32 @@ class Trainer:
         logprobs_BT = completion_logprobs(self.model, part.batch, temperature)
         return self.objective.inputs(logprobs_BT, part, self.version)
 
-    def _optimize(
-        self, step: int, learning_rate: float, lag_counts: dict[int, int], drift: float | None
-    ) -> ControlRecord:
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.handle.note(batch=step, lag=mean_lag(lag_counts), drift=drift)
+    def _halves(self, sample: Sample, step: int) -> Halves | None:
+        """Where this step's expected cosine is due and its mini-batch has two groups or more."""
+        every = self.config.control.expected_every
+        if every == 0 or step % every != 0 or len(set(sample.batch.group_indices)) < 2:
+            return None
+        if not sample.batch.mask_BT.any():
+            return None
+        return Halves(self.model.named_parameters())
+
+    def _behaviour(self, lag_counts: Mapping[int, int]) -> BehaviourWeights | None:
+        if self.weights_of is None:
+            return None
+        tokens_of = {self.version - lag: tokens for lag, tokens in lag_counts.items()}
+        return BehaviourWeights(tokens_of, self.weights_of)
+
+    def _alarm(self, report: StepReport) -> AlarmState:
+        """What the alarm says after this step; a step without a record tells it nothing."""
+        control = report.control
+        return self.alarm.update(
+            cosine=control.cosine if control else None,
+            norm=control.norm_gradient if control else None,
+            ess=finite(report.ratios.ess),
+            excess=control.excess if control else None,
+        )
+
+    def _optimize(self) -> ControlRecord:
         self.optimizer.step()
         record = self.handle.last
         if record is None:
@@ -265,6 +331,11 @@ def completion_logprobs(model: Any, batch: Batch, temperature: float) -> torch.T
     ).logits
     # the logits at a position predict the token after it
     return token_logprobs(logits[:, :-1], batch.token_ids_BL[:, -num_tokens:], temperature)
+
+
+def finite(value: float | None) -> float | None:
+    """None for what is no number: a NaN in the forward pass is the control's to skip."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def device_random_state(device: torch.device) -> torch.Tensor | None:

@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Newer than both files it depends on: what they ask for is installed.
 STAMP := $(VENV)/.set-up
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint unit test-slow clean
+.PHONY: help setup quickstart test lint unit test-slow test-peers clean
 
 help:
 	@echo "make quickstart  train the packaged model (about three minutes on two cores)"
@@ -15,6 +15,7 @@ help:
 	@echo "make lint        only lint, types and import contracts"
 	@echo "make unit        only the tests"
 	@echo "make test-slow   the tests that take minutes"
+	@echo "make test-peers  our losses against those of verl and TRL (3.4 GB, five minutes)"
 	@echo "make clean       remove $(VENV) and caches"
 
 # Tests start processes of their own. Two that keep both cores busy while they wait are 30 times
@@ -56,5 +57,23 @@ unit: setup
 test-slow: setup
 	$(BIN)/pytest -m slow
 
+# Sidestep's losses against verl's and TRL's, each in an environment of its own: their pins fight.
+PEERS := verl trl
+
+test-peers: $(PEERS:%=test-peers-%)
+
+test-peers-%: export OMP_NUM_THREADS ?= 1
+test-peers-%: export OMP_WAIT_POLICY ?= passive
+test-peers-%: .venv-peers/%/.set-up
+	.venv-peers/$*/bin/python -m pytest -m peers tests/peers
+
+.PRECIOUS: .venv-peers/%/.set-up
+.venv-peers/%/.set-up: tests/peers/requirements-%.txt constraints-cpu.txt pyproject.toml $(STAMP)
+	test -x $(@D)/bin/python || $(BIN)/python -m venv $(@D)
+	$(@D)/bin/python -m pip install --disable-pip-version-check --quiet \
+		-c constraints-cpu.txt -r $<
+	$(@D)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps -e .
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-peers build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -172,3 +172,14 @@ def test_a_resume_refuses_what_it_cannot_change(tiny_model_dir, tmp_path, key):
     _, errors = resumed.communicate(timeout=90)
     assert resumed.returncode == 2, errors
     assert f"--set {key}: a resumed run keeps" in errors.strip().splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_the_quickstart_learns_within_three_minutes(tmp_path):
+    started = time.monotonic()
+    process = subprocess.run([*COMMAND, "--run-dir", str(tmp_path / "run")], timeout=600)
+    assert process.returncode == 0
+    rewards = [row["reward/mean"] for row in rows_of(tmp_path / "run")]
+    assert sum(rewards[:3]) / 3 < 0.5
+    assert sum(rewards[-10:]) / 10 > 0.85
+    assert time.monotonic() - started < 180

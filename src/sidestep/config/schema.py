@@ -171,6 +171,7 @@ class ControlConfig(Section):
     drift_scale: float = Field(0.1, gt=0.0)
     max_skips: int = Field(4, ge=0)
     calibrate_steps: int = Field(50, ge=1)
+    secant_memory: float = Field(0.98, ge=0.0, lt=1.0)
     snapshot: Literal["raw", "applied"] | None = Field(
         None, description="absent: raw in space gradient, applied in space update"
     )

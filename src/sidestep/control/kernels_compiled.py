@@ -60,12 +60,12 @@ def project_(
 ) -> bool:
     """See `kernels.project_`. Whether it was done."""
     written = _project_and_store_raw_ if store_raw else _project_and_store_applied_
-    return _write(written, grad, reference, coefficient, factor)
+    return _write(written, grad, reference, 1.0, factor, coefficient)
 
 
 def store_(reference: Tensor, grad: Tensor, factor: float) -> bool:
     """See `kernels.store_`. Whether it was done."""
-    return factor != 1.0 and _write(_store_, grad, reference, factor)
+    return factor != 1.0 and _write(_store_, grad, reference, 1.0, factor)
 
 
 def _write(function: Kernel, grad: Tensor, reference: Tensor, *scalars: float) -> bool:
@@ -107,14 +107,12 @@ def _compiled(function: Kernel, dtypes: tuple[torch.dtype, ...], num_scalars: in
 def _agree(
     kernel: Kernel, function: Kernel, dtypes: Sequence[torch.dtype], num_scalars: int
 ) -> bool:
-    """Whether compiled and plain function do the same to some numbers.
-
-    Not a formality: where a tensor was converted to the dtype it had, Inductor (torch 2.13) ordered
-    two writes the wrong way round.
+    """Whether compiled and plain function do the same to some numbers. Not a formality: `_store_`
+    tells of a compiler's error.
     """
     generator = torch.Generator().manual_seed(0)
     given = [torch.randn(SMALLEST, generator=generator).to(dtype) for dtype in dtypes]
-    given += [torch.tensor(0.3), torch.tensor(0.7)][:num_scalars]
+    given += [torch.tensor(1.0), torch.tensor(0.7), torch.tensor(0.3)][:num_scalars]
     mine, plain = [t.clone() for t in given], [t.clone() for t in given]
     pairs = zip((*kernel(*mine), *mine), (*function(*plain), *plain), strict=True)
     return all(torch.allclose(a.double(), b.double(), rtol=1e-2, atol=1e-2) for a, b in pairs)
@@ -144,26 +142,28 @@ def _sum(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
     return elements.view(-1, ROW).sum(1).double().sum()
 
 
-def _store_(g: Tensor, p: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
-    scaled = _wide(g) * factor
-    p.copy_(g)
+def _store_(g: Tensor, p: Tensor, one: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
+    # Without the factor of 1 torch 2.13 takes the copy for another name of g, and gives p what is
+    # written to g later.
+    stored, scaled = _wide(g) * one, _wide(g) * factor
+    p.copy_(stored)
     g.copy_(scaled)
     return ()
 
 
 def _project_and_store_raw_(
-    g: Tensor, p: Tensor, coefficient: Tensor, factor: Tensor
+    g: Tensor, p: Tensor, one: Tensor, factor: Tensor, coefficient: Tensor
 ) -> tuple[Tensor, ...]:
-    projected = _wide(g) - coefficient * _wide(p)
-    p.copy_(g)
+    stored, projected = _wide(g) * one, _wide(g) - coefficient * _wide(p)
+    p.copy_(stored)
     g.copy_(_within_range(projected * factor, g.dtype))
     return ()
 
 
 def _project_and_store_applied_(
-    g: Tensor, p: Tensor, coefficient: Tensor, factor: Tensor
+    g: Tensor, p: Tensor, one: Tensor, factor: Tensor, coefficient: Tensor
 ) -> tuple[Tensor, ...]:
-    projected = _wide(g) - coefficient * _wide(p)
+    projected = (_wide(g) - coefficient * _wide(p)) * one
     p.copy_(projected)
     g.copy_(_within_range(projected * factor, g.dtype))
     return ()

@@ -113,7 +113,7 @@ def step_row(
         "align/excess": control and control.excess,
         "alarm/level": report.alarm and report.alarm.level,
         "alarm/reason": report.alarm and (report.alarm.reason or None),
-        "grad/norm_raw": control and control.norm_raw,
+        "grad/norm_raw": control and control.norm_gradient,
         "grad/norm_applied": control and control.norm_applied,
         "grad/clip_factor": control and control.clip_factor,
         "lag/mean": mean_lag(report.lag_counts) if num_trained else None,

@@ -28,8 +28,9 @@ from collections.abc import Callable
 
 from common import save_results
 
-# Width, layers and vocabulary of a model with about this many parameters: 20, 20 and 56 tensors.
-MODELS = {10**6: (192, 2, 1024), 10**7: (512, 2, 8192), 10**8: (1024, 6, 24576)}
+# Width, layers and vocabulary of a model with about this many parameters: 11, 11 and 20 tensors. Few
+# layers, so that tensors have the size they have in models that are trained.
+MODELS = {10**6: (256, 1, 1024), 10**7: (896, 1, 1024), 10**8: (2048, 2, 4096)}
 ACTIONS = ("observe", "project")
 SNAPSHOTS = ("bfloat16", "float32")  # in this order: memory is the highest so far
 # Read or written once in the leanest order: norm, scaling in place; AdamW reads four vectors and

@@ -23,7 +23,7 @@ import asyncio
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,14 +36,14 @@ from sidestep.diagnostics.progress import Progress
 from sidestep.diagnostics.recorder import Recorder
 from sidestep.engines.channel import WeightChannel
 from sidestep.engines.protocol import Engine, GenerationRequest, Sampling
-from sidestep.errors import Interrupted, StalledError
+from sidestep.errors import Interrupted
 from sidestep.tasks.protocol import Task
 from sidestep.trainer.accounting import EQUAL_REWARDS
-from sidestep.trainer.background import in_daemon_thread
 from sidestep.trainer.checkpoint import Checkpoint, write_checkpoint
 from sidestep.trainer.metrics import Timings, group_row, step_row
 from sidestep.trainer.rows import PendingRows
 from sidestep.trainer.step import StepReport, Trainer
+from sidestep.trainer.waits import Waits, first_error, in_daemon_thread
 from sidestep.types import Group, Prompt
 
 # Requests an engine holds at once: one that runs and one that waits, so that it never idles between
@@ -101,8 +101,8 @@ class Run:
         self.saves: asyncio.Queue[Checkpoint] = asyncio.Queue(maxsize=1)
         self.interrupted = False
         self.alarmed = False
-        self.waits: dict[int, Callable[[], str]] = {}  # under way, the oldest first
-        self.buffer.blocker = lambda: "".join(f"; {wait()}" for wait in self.waits.values())
+        self.waits = Waits(config.rollout.timeout_s)
+        self.buffer.blocker = self.waits.under_way
         if config.control.reference == "displacement":
             self.trainer.weights_of = self.channel.read
         self.started = time.monotonic() - (checkpoint.elapsed_s if checkpoint else 0.0)
@@ -200,7 +200,7 @@ class Run:
             top_p=config.engine.top_p,
             top_k=config.engine.top_k,
         )
-        generation = await self._within(
+        generation = await self.waits.within(
             self.engine.generate(requests, sampling, version=self._version_for(indices[0])),
             lambda: f"rollout waited for the engine: groups {indices[0]} to {indices[-1]}",
         )
@@ -211,7 +211,7 @@ class Run:
             )
         ]
         with self.timings.measure("reward_s"):
-            groups = await self._within(
+            groups = await self.waits.within(
                 in_daemon_thread(self._score, groups),
                 lambda: f"rollout waited for the rewards of groups {indices[0]} to {indices[-1]}",
             )
@@ -294,12 +294,12 @@ class Run:
         self.rows.add(row, needs_evaluation=evaluate)
         if evaluate:
             self.channel.pin(report.version)
-            await self._within(
+            await self.waits.within(
                 self.evaluations.put((step, report.version)),
                 lambda: "train waited for the evaluation before this one",
             )
         if checkpoint:
-            await self._within(
+            await self.waits.within(
                 self.saves.put(checkpoint),
                 lambda: "train waited for the checkpoint before this one",
             )
@@ -322,12 +322,12 @@ class Run:
                 GenerationRequest(start + i, prompt.token_ids, 1, stream="evaluation")
                 for i, prompt in enumerate(held_out[start : start + size])
             ]
-            generation = await self._within(
+            generation = await self.waits.within(
                 self.engine.generate(requests, sampling, version=version),
                 lambda: f"evaluate waited for the engine (version {version})",
             )
             texts += [completions[0].text for completions in generation.completions]
-        rewards = await self._within(
+        rewards = await self.waits.within(
             in_daemon_thread(self.parts.task.score, [prompt.example for prompt in held_out], texts),
             lambda: f"evaluate waited for the rewards of version {version}",
         )
@@ -386,27 +386,3 @@ class Run:
                 loop.add_signal_handler(number, self.interrupt)
             else:
                 loop.remove_signal_handler(number)
-
-    async def _within(self, awaitable: Awaitable[T], describe: Callable[[], str]) -> T:
-        """Every wait has an end: after it the run says who waited for whom."""
-        limit_s = self.config.rollout.timeout_s
-        self.waits[id(awaitable)] = describe
-        try:
-            async with asyncio.timeout(limit_s) as timeout:
-                return await awaitable
-        except TimeoutError:
-            if not timeout.expired():
-                raise
-            raise StalledError(
-                f"{describe()}; no answer in rollout.timeout_s = {limit_s:g} s"
-            ) from None
-        finally:
-            self.waits.pop(id(awaitable))
-
-
-def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error that ended a task group: the one raised first, however deep it is nested."""
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

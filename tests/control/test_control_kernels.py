@@ -46,14 +46,6 @@ def assert_close(found, gs, ps, relative=1e-6):
     assert abs(found[2] - gp) <= relative * math.sqrt(gg) * math.sqrt(pp)
 
 
-@pytest.fixture
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("num_elements", SIZES)
 def test_fast_sums_agree_with_float64_at_every_size(num_elements):
     g, p = vectors(num_elements)
@@ -222,40 +214,6 @@ def test_projection_agrees_with_float64_in_every_dtype(g_dtype, p_dtype, store_r
         # one rounding to the dtype, after float32's
         unit = max(torch.finfo(found.dtype).eps, torch.finfo(torch.float32).eps)
         assert torch.allclose(found.double(), wanted, rtol=unit, atol=1e-6)
-
-
-@pytest.mark.parametrize("p_dtype", SNAPSHOT_DTYPES)
-def test_observing_is_summing_storing_and_scaling(one_thread, p_dtype):
-    gs, ps = zip(*(vectors(n, n, p_dtype=p_dtype) for n in (600_000, 513, 40)), strict=True)
-    before = [g.clone() for g in gs]
-    wanted = kernels_cpu.sums_of_products(gs, ps)
-    found = kernels.observe_(gs, ps, wanted[0], 0.7)
-    assert found.tolist() == pytest.approx(wanted[1:], rel=1e-12)
-    for g, p, raw in zip(gs, ps, before, strict=True):
-        assert torch.equal(p, raw.to(p_dtype))
-        assert torch.equal(g, raw * 0.7)
-
-
-@pytest.mark.parametrize("g_scale", [1e-25, 1.0, 1e20])
-@pytest.mark.parametrize("p_scale", [1e-25, 1.0, 1e20])
-def test_observing_sums_what_leaves_float32_before_it_is_overwritten(one_thread, g_scale, p_scale):
-    gs, ps = zip(*(vectors(n, n) for n in (300_000, 513)), strict=True)
-    gs, ps = [g * g_scale for g in gs], [p * p_scale for p in ps]
-    ps[0][: 2**18] = 0.0
-    gg, pp, gp = plain_sums(gs, ps)
-    found = kernels.observe_(gs, ps, gg, 1.0).tolist()
-    assert found[0] == pytest.approx(pp, rel=1e-6)
-    assert abs(found[1] - gp) <= 1e-6 * math.sqrt(gg) * math.sqrt(pp)
-
-
-def test_observing_takes_what_the_fast_kernels_do_not(one_thread):
-    g, p = (t.view(600, 500) for t in vectors(300_000))
-    gs, ps = [g.t(), g[:3].double()], [p.t().contiguous(), p[:3].clone()]
-    gg, pp, gp = plain_sums(gs, ps)
-    before = g.clone()
-    assert kernels.observe_(gs, ps, gg, 0.5).tolist() == pytest.approx([pp, gp], rel=1e-6)
-    assert torch.equal(ps[0], before.t())
-    assert torch.equal(gs[0], before.t() * 0.5)
 
 
 def test_fast_sums_take_no_memory_to_speak_of():

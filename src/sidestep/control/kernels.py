@@ -26,7 +26,6 @@ __all__ = [
     "CPU_CHUNK",
     "DEVICE_CHUNK",
     "KERNELS_VARIABLE",
-    "observe_",
     "project_",
     "scale_",
     "store_",
@@ -54,30 +53,6 @@ def sums_of_products(gs: Sequence[Tensor], ps: Sequence[Tensor | None]) -> Tenso
     if len(parts) == 1:
         return parts[0]
     return sum((part.cpu() for part in parts), torch.zeros(3, dtype=torch.float64))
-
-
-def observe_(gs: Sequence[Tensor], ps: Sequence[Tensor], gg: float, factor: float) -> Tensor:
-    """(sum p p, sum g p), and then p = g and g = factor * g for every pair, in place.
-
-    For mode "observe", where nothing else is done with the products: with <g,g>, and so the factor,
-    measured before, this is the only other time that memory is read. float64, as
-    `sums_of_products`.
-
-    gg: sum g g.
-    """
-    fused = (
-        torch.get_num_threads() == 1
-        and _choice() == "eager"
-        and all(g.device.type == "cpu" and g.dtype != torch.float64 for g in gs)
-        and all(g.is_contiguous() and p.is_contiguous() for g, p in zip(gs, ps, strict=True))
-        and kernels_cpu.is_safe(gg, sum(g.numel() for g in gs))
-    )
-    if fused:
-        return torch.tensor(kernels_cpu.observe_(gs, ps, factor), dtype=torch.float64)
-    found = sums_of_products(gs, ps)[1:]
-    for g, p in zip(gs, ps, strict=True):
-        store_(p, g, factor)
-    return found
 
 
 def project_(
@@ -125,20 +100,19 @@ def _compiled_sums(gs: Sequence[Tensor], ps: Sequence[Tensor | None]) -> Tensor:
     """By compiled kernels where they can, the others and what is left of rows eagerly."""
     from sidestep.control import kernels_compiled
 
-    sums = torch.zeros(3, dtype=torch.float64)
+    parts: list[tuple[float, ...]] = []
     left: list[tuple[Tensor, Tensor | None]] = []
     for g, p in zip(gs, ps, strict=True):
         found = kernels_compiled.sums_of_products(g, p)
-        start = 0
-        if found is not None:
-            sums += torch.tensor(found, dtype=torch.float64)
-            start = g.numel() // kernels_compiled.UNIT * kernels_compiled.UNIT
+        if found is None:
+            left.append((g, p))
+            continue
+        parts.append(found)
+        start = g.numel() // kernels_compiled.UNIT * kernels_compiled.UNIT
         if start < g.numel():
             left.append((g.reshape(-1)[start:], None if p is None else p.reshape(-1)[start:]))
-    if left:
-        others = kernels_cpu.sums_of_products([g for g, _ in left], [p for _, p in left])
-        sums += torch.tensor(others, dtype=torch.float64)
-    return sums
+    parts.append(kernels_cpu.sums_of_products([g for g, _ in left], [p for _, p in left]))
+    return torch.tensor([sum(column) for column in zip(*parts, strict=True)], dtype=torch.float64)
 
 
 def _fast(device: torch.device) -> ModuleType | None:

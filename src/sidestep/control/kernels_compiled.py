@@ -47,7 +47,7 @@ def sums_of_products(g: Tensor, p: Tensor | None) -> tuple[float, float, float] 
     kernel = _compiled(_products if together else _squares, tuple(t.dtype for t in parts), 0)
     if kernel is None:
         return None
-    gg, pp, gp = [*(float(total) for total in kernel(*parts)), 0.0, 0.0][:3]
+    gg, pp, gp = [*kernel(*parts)[0].tolist(), 0.0, 0.0][:3]
     if not kernels_cpu.is_safe(gg, size):
         return None
     if p is not None and not (together and kernels_cpu.is_safe(pp, size)):
@@ -127,13 +127,13 @@ def _num_streams(tensors: Sequence[Tensor]) -> int:
 
 
 def _squares(*parts: Tensor) -> tuple[Tensor, ...]:
-    return (_sum(parts, parts),)
+    return (_sum(parts, parts).view(1),)
 
 
 def _products(*parts: Tensor) -> tuple[Tensor, ...]:
     middle = len(parts) // 2
     gs, ps = parts[:middle], parts[middle:]
-    return _sum(gs, gs), _sum(ps, ps), _sum(gs, ps)
+    return (torch.stack([_sum(gs, gs), _sum(ps, ps), _sum(gs, ps)]),)
 
 
 def _sum(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:

@@ -22,8 +22,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sidestep.control.kernels_exact import scale_
-
 Array = NDArray[np.float32]
 Sums = tuple[float, float, float]
 # Number of the pair, first and last + 1 of its elements, first and last + 1 of the row sums.
@@ -67,28 +65,6 @@ def sums_of_products(gs: Sequence[Tensor], ps: Sequence[Tensor | None]) -> Sums:
     for helper in helpers:
         helper.result()
     return _total(room, blocks, row_sums)
-
-
-def observe_(gs: Sequence[Tensor], ps: Sequence[Tensor], factor: float) -> tuple[float, float]:
-    """(sum p p, sum g p), and then p = g and g = factor * g, block by block in one thread.
-
-    All are contiguous, and sum g g is safe in float32 (`is_safe`).
-    """
-    room = _Room(gs, ps, BLOCK)
-    sums = [0.0, 0.0]
-    with np.errstate(all="ignore"):
-        for pair, start, stop, _, _ in reversed(_split(gs)):  # the last may still be in cache
-            g, p = room.elements(pair, start, stop)
-            assert p is not None
-            gp, pp = _dot(g, p), _dot(p, p)
-            if not is_safe(pp, stop - start):
-                _, pp, gp = room.careful_sums(g, p)
-            sums[0] += pp
-            sums[1] += gp
-            flat_g, flat_p = gs[pair].view(-1)[start:stop], ps[pair].view(-1)[start:stop]
-            flat_p.copy_(flat_g)
-            scale_(flat_g, factor)
-    return sums[0], sums[1]
 
 
 def is_safe(squares: float, num_elements: int) -> bool:

@@ -249,7 +249,7 @@ class Trainer:
         return OptimizerStep(advanced, learning_rate, sums, lag_counts, record)
 
     def _backward(
-        self, sample: Sample, denominators: Denominators, halves: Halves | None
+        self, sample: Sample, denominators: Denominators, halves: Halves | None = None
     ) -> LossSums:
         """Gradients of the whole mini-batch's loss, micro-batch by micro-batch under one
         denominator. With `halves` no micro-batch crosses the middle, where they are split.

@@ -28,8 +28,8 @@ from collections.abc import Callable
 
 from common import save_results
 
-# Width, layers and vocabulary of a model with about this many parameters: 11, 11 and 20 tensors. Few
-# layers, so that tensors have the size they have in models that are trained.
+# Width, layers and vocabulary of a model with about this many parameters: 11, 11 and 20 tensors.
+# Few layers, so that tensors have the size they have in models that are trained.
 MODELS = {10**6: (256, 1, 1024), 10**7: (896, 1, 1024), 10**8: (2048, 2, 4096)}
 ACTIONS = ("observe", "project")
 SNAPSHOTS = ("bfloat16", "float32")  # in this order: memory is the highest so far

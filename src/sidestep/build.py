@@ -35,7 +35,13 @@ from sidestep.models.loading import (
     resolve_device,
 )
 from sidestep.models.loading import load_config as load_model_config
-from sidestep.run_folder import CONFIG_FILE, check_new, check_resumable, default_run_dir
+from sidestep.run_folder import (
+    CONFIG_FILE,
+    check_new,
+    check_resumable,
+    default_run_dir,
+    only_writer,
+)
 from sidestep.tasks.build import make_task
 from sidestep.tasks.prompts import encode_examples
 from sidestep.tasks.protocol import Task
@@ -73,7 +79,8 @@ def train(config: RunConfig, run_dir: Path | str | None = None, *, resume: bool 
         check_resume(config, load_config(run_dir / CONFIG_FILE), checkpoint)
     # its bars would write into the live view
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    asyncio.run(_train(config, run_dir, inputs, checkpoint))
+    with only_writer(run_dir):
+        asyncio.run(_train(config, run_dir, inputs, checkpoint))
     return run_dir
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
@@ -9,6 +12,7 @@ from sidestep.errors import UsageError
 
 CONFIG_FILE = "config.toml"
 METRICS_FILE = "metrics.jsonl"
+LOCK_FILE = ".lock"
 
 
 def default_run_dir(recipe: str, now: datetime) -> Path:
@@ -19,6 +23,31 @@ def default_run_dir(recipe: str, now: datetime) -> Path:
 def holds_run(run_dir: Path) -> bool:
     """Whether a run was started in `run_dir`."""
     return any((run_dir / name).exists() for name in (CONFIG_FILE, METRICS_FILE, "checkpoints"))
+
+
+@contextmanager
+def only_writer(run_dir: Path) -> Iterator[None]:
+    """Make the folder and hold it: two runs in one folder would destroy each other's files.
+
+    Raises UsageError while another process holds it, or if nothing can be written there. The lock
+    ends with the process, however that ends.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / LOCK_FILE).touch()
+    except OSError as error:
+        raise UsageError(
+            f"--run-dir {run_dir}: cannot be written ({error.strerror}); give another folder"
+        ) from error
+    with open(run_dir / LOCK_FILE, "w", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"--run-dir {run_dir}: another process is writing this run; wait for it, or give "
+                f"another folder"
+            ) from None
+        yield
 
 
 def check_new(run_dir: Path) -> None:

@@ -33,16 +33,11 @@ class GroupBuffer:
         """Admission indices of up to `most` groups that may start now; waits until there is at
         least one.
         """
-        await self._until(
-            lambda: self.ledger.num_admissible > 0,
-            lambda: (
-                f"rollout waited for a place: {self.ledger.num_unfinished} groups unfinished, "
-                f"training on {len(self.ledger.in_training)}"
-            ),
-            # once everything is admitted only a drop makes room: no deadline, the end of the run
-            # cancels the wait
-            deadline=lambda: not self.ledger.all_admitted,
-        )
+        # No deadline: places are held by groups in flight, whose requests have one, by groups that
+        # wait, for which `take` has one, or by a step under way, which may be long.
+        while self.ledger.num_admissible == 0:
+            self._changed.clear()
+            await self._changed.wait()
         return self.ledger.admit(most)
 
     def put(self, group: Group) -> None:
@@ -61,7 +56,7 @@ class GroupBuffer:
         Raises LagError if a token is older than the bound allows (a bug: the bound holds by
         construction).
         """
-        await self._until(lambda: self.closed or self.ledger.ready, self._missing)
+        await self._until_ready()
         if self.closed:
             return None
         groups = self.ledger.take()
@@ -92,21 +87,14 @@ class GroupBuffer:
             f"{self.num_dropped} were dropped so far{self.blocker()}"
         )
 
-    async def _until(
-        self,
-        done: Callable[[], bool],
-        describe: Callable[[], str],
-        deadline: Callable[[], bool] = lambda: True,
-    ) -> None:
-        """Wait for `done`. The deadline is of the whole wait: groups that come and are dropped
-        again are no progress.
-        """
+    async def _until_ready(self) -> None:
+        """The deadline is of the whole wait: groups that come and are dropped are no progress."""
         try:
-            async with asyncio.timeout(self.timeout_s if deadline() else None):
-                while not done():
+            async with asyncio.timeout(self.timeout_s):
+                while not (self.closed or self.ledger.ready):
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
             raise StalledError(
-                f"{describe()}; waited for rollout.timeout_s = {self.timeout_s:g} s"
+                f"{self._missing()}; waited for rollout.timeout_s = {self.timeout_s:g} s"
             ) from None

@@ -49,7 +49,8 @@ def make_batch(
         [is_trained(completion, config) for group in groups for completion in group.completions]
     )
     batch = replace(batch, mask_BT=batch.mask_BT * trained_B[:, None])
-    rewards_NG = torch.tensor([group.rewards for group in groups])
+    # float64: float32 would lose small differences of large rewards, or overflow
+    rewards_NG = torch.tensor([group.rewards for group in groups], dtype=torch.float64)
     num_tokens_NG = batch.mask_BT.sum(dim=1).view(rewards_NG.shape)
     added: dict[str, float] = {}
     if config.task.overlong_tokens:

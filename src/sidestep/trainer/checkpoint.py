@@ -117,8 +117,11 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             weights={int(path.stem): load_file(path) for path in weights},
             elapsed_s=state["elapsed_s"],
         )
-    except (OSError, KeyError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"checkpoint {folder} cannot be read: {error!r}") from error
+    except (OSError, KeyError, ValueError, TypeError, AttributeError, SafetensorError) as error:
+        raise CheckpointError(
+            f"checkpoint {folder} cannot be read ({error!r}): remove that folder to go on from the "
+            f"one before"
+        ) from error
 
 
 def group_from_json(row: Mapping[str, Any]) -> Group:

@@ -36,7 +36,7 @@ from sidestep.diagnostics.progress import Progress
 from sidestep.diagnostics.recorder import Recorder
 from sidestep.engines.channel import WeightChannel
 from sidestep.engines.protocol import Engine, GenerationRequest, Sampling
-from sidestep.errors import Interrupted
+from sidestep.errors import Interrupted, SidestepError
 from sidestep.tasks.protocol import Task
 from sidestep.trainer.accounting import EQUAL_REWARDS
 from sidestep.trainer.checkpoint import Checkpoint, write_checkpoint
@@ -49,6 +49,7 @@ from sidestep.types import Group, Prompt
 # Requests an engine holds at once: one that runs and one that waits, so that it never idles between
 # them.
 REQUESTS_IN_FLIGHT = 2
+MAX_NOT_FINITE = 10
 
 T = TypeVar("T")
 
@@ -101,6 +102,7 @@ class Run:
         self.saves: asyncio.Queue[Checkpoint] = asyncio.Queue(maxsize=1)
         self.interrupted = False
         self.alarmed = False
+        self.num_not_finite = 0  # steps in a row
         self.waits = Waits(config.rollout.timeout_s)
         self.buffer.blocker = self.waits.under_way
         if config.control.reference == "displacement":
@@ -128,7 +130,8 @@ class Run:
                 for loop in others:
                     loop.cancel()
         except BaseExceptionGroup as errors:
-            raise first_error(errors) from None
+            error = first_error(errors)
+            raise error from error.__cause__  # the cause may be the user's own code
         finally:
             self._handle_signals(False)
             self.rows.abandon()
@@ -271,8 +274,20 @@ class Run:
             kept |= set(range(oldest, self.trainer.version))
         self.channel.retain(kept)
 
+    def _stop_if_never_finite(self, step: int, report: StepReport) -> None:
+        """A step that is not finite is skipped; a run of them will not heal."""
+        non_finite = report.control is not None and report.control.reason == "non-finite"
+        self.num_not_finite = self.num_not_finite + 1 if non_finite else 0
+        if self.num_not_finite == MAX_NOT_FINITE:
+            raise SidestepError(
+                f"step {step}: the gradient was not finite in {MAX_NOT_FINITE} steps in a row: "
+                f"lower train.learning_rate ({report.learning_rate:g}), set train.max_norm, or use "
+                f"model.dtype = float32; the last checkpoint is from before"
+            )
+
     async def _after_step(self, step: int, groups: Sequence[Group], report: StepReport) -> None:
         """Record the step; hand out an evaluation and a checkpoint where they are due."""
+        self._stop_if_never_finite(step, report)
         now = time.monotonic()
         self.timings.add("step_s", now - self.step_ended)
         seconds = self.timings.collect() | {"time/elapsed_s": now - self.started}

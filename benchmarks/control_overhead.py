@@ -9,7 +9,8 @@ its own. There, all cases take turns: a step without control, then one with it; 
 median over these pairs. 1e8 parameters take 3 GB.
 
 "wall" is what the clock shows; "cpu" is the time of the process itself, which is the better number
-for one thread on a machine that others use too (see `load`).
+for one thread on a machine that others use too (see `load`). Where the bytes go, and what came out:
+docs/performance.md.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import argparse
 import json
 import math
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from common import save_results
 
@@ -32,16 +34,20 @@ from common import save_results
 # Few layers, so that tensors have the size they have in models that are trained.
 MODELS = {10**6: (256, 1, 1024), 10**7: (896, 1, 1024), 10**8: (2048, 2, 4096)}
 ACTIONS = ("observe", "project")
-SNAPSHOTS = ("bfloat16", "float32")  # in this order: memory is the highest so far
-# Read or written once in the leanest order: norm, scaling in place; AdamW reads four vectors and
-# writes three.
-CLIP_BYTES, ADAMW_BYTES = 12, 28
+SNAPSHOTS = ("float32", "bfloat16")
+# Bytes a parameter that are read and written, and that have to come from memory: all that is read,
+# and the lines of the snapshot where it is overwritten without having been read.
+#   clip: norm, scaling in place. AdamW: reads four vectors, writes three.
+#   observe: products of g and p; then p = g and g = f g. project: the same, and p is read again.
+PLAIN_BYTES, PLAIN_FETCHED = 12 + 28, 8 + 16
+ADAMW_BYTES, ADAMW_FETCHED = 28, 16
 CONTROL_BYTES = {
     ("observe", "float32"): 20,
     ("observe", "bfloat16"): 16,
     ("project", "float32"): 24,
     ("project", "bfloat16"): 18,
 }
+CONTROL_FETCHED = {"float32": 16, "bfloat16": 12}
 GOALS = {
     ("eager", "observe", "float32"): 1.40,
     ("eager", "project", "float32"): 1.70,
@@ -112,7 +118,8 @@ def measure(num_parameters: int, optimizer_kind: str, repeats: int) -> list[dict
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
 
-    for _ in range(2):
+    timed(plain, workload)
+    with rising_memory() as plain_rise:
         timed(plain, workload)
     rows = []
     for snapshot in SNAPSHOTS:
@@ -131,25 +138,26 @@ def measure(num_parameters: int, optimizer_kind: str, repeats: int) -> list[dict
                 handle.detach()
                 regimes.add(handle.last.regime)
 
-            memory = peak_bytes()
-            first = [timed(controlled, workload, turn=True)[0] for _ in range(3)]
-            memory = peak_bytes() - memory
+            with rising_memory() as rise:
+                first = [timed(controlled, workload, turn=True)[0] for _ in range(3)]
             regimes.clear()
             pairs = [
                 (timed(plain, workload), timed(controlled, workload, turn=True))
                 for _ in range(repeats)
             ]
             assert regimes == {"pass" if action == "observe" else "project"}, regimes
-            moved = CONTROL_BYTES[action, snapshot] + ADAMW_BYTES
             row = {
                 "parameters": size,
+                "tensors": len(parameters),
                 "optimizer": optimizer_kind,
                 "snapshot": snapshot,
                 "action": action,
-                "extra_peak_bytes_per_parameter": memory / size,
-                "first_steps_s": first,
-                "bytes_per_parameter": moved,
-                "bytes_per_parameter_plain": CLIP_BYTES + ADAMW_BYTES,
+                "extra_bytes_per_parameter": (rise[0] - plain_rise[0]) / size,
+                "first_step_s": first[0],
+                "bytes_per_parameter": CONTROL_BYTES[action, snapshot] + ADAMW_BYTES,
+                "fetched_per_parameter": CONTROL_FETCHED[snapshot] + ADAMW_FETCHED,
+                "bytes_per_parameter_plain": PLAIN_BYTES,
+                "fetched_per_parameter_plain": PLAIN_FETCHED,
             }
             for index, clock in enumerate(("wall", "cpu")):
                 ours = [controlled[index] for _, controlled in pairs]
@@ -161,16 +169,19 @@ def measure(num_parameters: int, optimizer_kind: str, repeats: int) -> list[dict
                     f"{clock}_controlled_s": statistics.median(ours),
                 }
             rows.append(row)
+            del control, controlled
     return rows
 
 
-def copy_bandwidth(num_elements: int = 10**7) -> dict[str, float]:
-    """Bytes read and written per second by copy_ of a float32 vector, the best of many."""
+def copy_bandwidth(num_elements: int = 4 * 10**7) -> dict[str, float]:
+    """Bytes fetched per second (those of the source, and the lines that are overwritten) by copy_
+    of a float32 vector, the best of many.
+    """
     import torch
 
     source, target = torch.ones(num_elements), torch.ones(num_elements)
     best = [math.inf, math.inf]
-    for _ in range(30):
+    for _ in range(15):
         wall, cpu = time.perf_counter(), time.process_time()
         target.copy_(source)
         best[0] = min(best[0], time.perf_counter() - wall)
@@ -178,8 +189,19 @@ def copy_bandwidth(num_elements: int = 10**7) -> dict[str, float]:
     return {"wall": 8 * num_elements / best[0], "cpu": 8 * num_elements / best[1]}
 
 
-def peak_bytes() -> int:
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+@contextmanager
+def rising_memory() -> Iterator[list[int]]:
+    """By how many bytes the memory of this process rises at most meanwhile (Linux)."""
+    rise = [0]
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what it is now
+    before = memory_of("VmRSS")
+    yield rise
+    rise[0] = memory_of("VmHWM") - before
+
+
+def memory_of(kind: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(kind))
 
 
 def work(arguments: argparse.Namespace) -> list[dict]:
@@ -194,7 +216,7 @@ def work(arguments: argparse.Namespace) -> list[dict]:
     for optimizer_kind in ("fused", "foreach"):
         rows += measure(arguments.worker_size, optimizer_kind, arguments.repeats)
     for row in rows:
-        moved = row["bytes_per_parameter"] * row["parameters"]
+        fetched = row["fetched_per_parameter"] * row["parameters"]
         goal = GOALS.get((kernels, row["action"], row["snapshot"]))
         row |= {
             "kernels": kernels,
@@ -202,9 +224,9 @@ def work(arguments: argparse.Namespace) -> list[dict]:
             "load": load,
             "copy_bytes_per_s": bandwidth["wall"],
             # of CPU time if there is one thread: it does not count the time of other processes
-            "fraction_of_copy_bandwidth": moved / row["cpu_controlled_s"] / bandwidth["cpu"]
+            "fraction_of_copy_bandwidth": fetched / row["cpu_controlled_s"] / bandwidth["cpu"]
             if arguments.worker_threads == 1
-            else moved / row["wall_controlled_s"] / bandwidth["wall"],
+            else fetched / row["wall_controlled_s"] / bandwidth["wall"],
             "goal": goal if row["optimizer"] == "fused" else None,
         }
     return rows
@@ -232,7 +254,7 @@ def report(row: dict) -> str:
         f"{row['parameters']:>11,} {row['threads']} thread(s) {row['kernels']:8} "
         f"{row['optimizer']:7} {row['action']:7} {row['snapshot']:8} "
         f"wall {row['wall_ratio']:.2f} cpu {row['cpu_ratio']:.2f} {goal:9} "
-        f"{row['extra_peak_bytes_per_parameter']:.2f} B/parameter more, "
+        f"{row['extra_bytes_per_parameter']:.2f} B/parameter more, "
         f"{row['fraction_of_copy_bandwidth']:.2f} of copy, load {row['load']:.1f}"
     )
 

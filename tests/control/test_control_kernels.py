@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -90,6 +91,27 @@ def test_one_element_that_is_not_finite_makes_the_first_sum_so(odd, where):
     gg, pp, _ = kernels_cpu.sums_of_products([g], [p])
     assert not math.isfinite(gg)
     assert math.isfinite(pp)
+
+
+def test_infinite_elements_of_both_signs_are_told_too():
+    g, p = vectors(300_000)
+    g[::70_000] = torch.tensor([math.inf, -math.inf, math.inf, -math.inf, math.nan])
+    assert not math.isfinite(kernels_cpu.sums_of_products([g], [p])[0])
+    assert not math.isfinite(kernels_cpu.sums_of_products([p], [g])[1])
+
+
+def test_blocks_of_zeros_take_no_more_than_a_few_times_the_usual_time():
+    # Embeddings have many: a block of zeros looks like one that has lost its digits.
+    g, p = vectors(2**22)
+    times = {}
+    for name, pair in (("usual", (g, p)), ("zero", (torch.zeros_like(g), p))):
+        runs = []
+        for _ in range(5):
+            start = time.process_time()
+            kernels_cpu.sums_of_products([pair[0]], [pair[1]])
+            runs.append(time.process_time() - start)
+        times[name] = min(runs)
+    assert times["zero"] < 5 * times["usual"]
 
 
 @pytest.mark.parametrize("g_dtype", GRADIENT_DTYPES)
@@ -301,11 +323,11 @@ def test_compiled_projection_keeps_float16_finite(compiled):
 
 
 def test_a_compiled_kernel_that_computes_something_else_is_not_used(monkeypatch, caplog):
-    def other(function, **options):
+    def other(function, examples, num_scalars):
         return lambda *tensors: function(tensors[1], tensors[0], *tensors[2:])
 
     monkeypatch.setenv(kernels.KERNELS_VARIABLE, "compiled")
-    monkeypatch.setattr(torch, "compile", other)
+    monkeypatch.setattr(kernels_compiled, "_compile", other)
     monkeypatch.setattr(kernels_compiled, "_is_broken", False)
     kernels_compiled._compiled.cache_clear()
     g, p = vectors(600_000)
@@ -316,15 +338,30 @@ def test_a_compiled_kernel_that_computes_something_else_is_not_used(monkeypatch,
     kernels_compiled._compiled.cache_clear()
 
 
-def test_without_a_compiler_the_eager_kernels_run_and_the_log_says_so_once(monkeypatch, caplog):
-    def broken(function, **options):
-        def call(*arguments):
-            raise RuntimeError("no C++ compiler\nand more")
+@pytest.mark.slow
+def test_a_missing_compiler_is_met_in_the_expected_way():
+    code = (
+        "import logging, torch\n"
+        "logging.basicConfig(format='%(message)s')\n"
+        "from sidestep.control import kernels\n"
+        "g, p = torch.ones(20_000), torch.zeros(20_000)\n"
+        "kernels.store_(p, g, 0.5)\n"
+        "assert (p == 1.0).all() and (g == 0.5).all()\n"
+    )
+    environment = os.environ | {kernels.KERNELS_VARIABLE: "compiled", "CXX": "no-such-compiler"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("eager ones from now on") == 1
 
-        return call
+
+def test_without_a_compiler_the_eager_kernels_run_and_the_log_says_so_once(monkeypatch, caplog):
+    def broken(function, examples, num_scalars):
+        raise RuntimeError("no C++ compiler\nand more")
 
     monkeypatch.setenv(kernels.KERNELS_VARIABLE, "compiled")
-    monkeypatch.setattr(torch, "compile", broken)
+    monkeypatch.setattr(kernels_compiled, "_compile", broken)
     monkeypatch.setattr(kernels_compiled, "_is_broken", False)
     kernels_compiled._compiled.cache_clear()
     mine, plain = vectors(600_000), vectors(600_000)

@@ -89,16 +89,17 @@ def _total(room: _Room, blocks: Sequence[Block], row_sums: Array) -> Sums:
     """The sums of all rows, with care for blocks that need it."""
     starts = [block[3] for block in blocks]
     sizes = np.array([stop - start for _, start, stop, _, _ in blocks])
-    sums = [np.add.reduceat(one, starts, dtype=np.float64) for one in row_sums]
     with_p = np.array([room.ps[block[0]] is not None for block in blocks])
-    safe_g, safe_p = ((_FLOOR * sizes <= squares) & (squares < np.inf) for squares in sums[:2])
     with np.errstate(all="ignore"):
+        sums = [np.add.reduceat(one, starts, dtype=np.float64) for one in row_sums]
+        safe_g, safe_p = ((_FLOOR * sizes <= squares) & (squares < np.inf) for squares in sums[:2])
         for index in np.flatnonzero(~(safe_g & (safe_p | ~with_p))):
             pair, start, stop, _, _ = blocks[int(index)]
-            careful = room.careful_sums(*room.elements(pair, start, stop))
+            gg, pp, gp = (float(one[index]) for one in sums)
+            careful = room.careful_sums(*room.elements(pair, start, stop), (gg, pp, gp))
             for one, found in zip(sums, careful, strict=True):
                 one[index] = found
-    gg, pp, gp = (float(one.sum()) for one in sums)
+        gg, pp, gp = (float(one.sum()) for one in sums)
     return gg, pp, gp
 
 
@@ -119,10 +120,12 @@ class _Room:
     def sum_rows(self, block: Block, row_sums: Array) -> None:
         pair, start, stop, first, last = block
         g, p = self.elements(pair, start, stop)
+        g_rows, g_rest = _rows(g)
         if p is not None:
-            _sum_rows(g, p, row_sums[2, first:last])  # brings both into cache
-            _sum_rows(p, p, row_sums[1, first:last])
-        _sum_rows(g, g, row_sums[0, first:last])
+            p_rows, p_rest = _rows(p)
+            _sum_rows(g_rows, p_rows, g_rest, p_rest, row_sums[2, first:last])  # fills the cache
+            _sum_rows(p_rows, p_rows, p_rest, p_rest, row_sums[1, first:last])
+        _sum_rows(g_rows, g_rows, g_rest, g_rest, row_sums[0, first:last])
 
     def elements(self, pair: int, start: int, stop: int) -> tuple[Array, Array | None]:
         """Some of g and p in float32."""
@@ -130,24 +133,27 @@ class _Room:
         g = self._elements("g", self.gs[pair], start, stop)
         return g, None if p is None else self._elements("p", p, start, stop)
 
-    def careful_sums(self, g: Array, p: Array | None) -> Sums:
-        """The sums of elements whose squares may leave float32."""
-        g, exponent_g = self._scaled("g", g)
-        gg = _dot(g, g) * 4.0**-exponent_g
+    def careful_sums(self, g: Array, p: Array | None, sums: Sums) -> Sums:
+        """The sums of elements whose squares may leave float32.
+
+        sums: those in float32.
+        """
+        g, gg, exponent_g = self._scaled("g", g, sums[0])
         if p is None:
             return gg, 0.0, 0.0
-        p, exponent_p = self._scaled("p", p)
-        pp = _dot(p, p) * 4.0**-exponent_p
+        p, pp, exponent_p = self._scaled("p", p, sums[1])
+        if gg == 0.0 or pp == 0.0:  # blocks of zeros are common: embeddings
+            return gg, pp, 0.0
         return gg, pp, _dot(g, p) * 2.0 ** -(exponent_g + exponent_p)
 
-    def _scaled(self, which: str, a: Array) -> tuple[Array, int]:
-        """(2^exponent a, exponent), safe to multiply."""
-        squares = _dot(a, a)
+    def _scaled(self, which: str, a: Array, squares: float) -> tuple[Array, float, int]:
+        """(2^exponent a, sum a a, exponent), the first safe to multiply."""
         if is_safe(squares, a.size):
-            return a, 0
+            return a, squares, 0
         exponent = _UP if squares < 1.0 else _DOWN
         place: Array = self._place(f"scaled {which}", a.size).numpy()
-        return np.multiply(a, np.float32(2.0**exponent), out=place), exponent
+        scaled = np.multiply(a, np.float32(2.0**exponent), out=place)
+        return scaled, _dot(scaled, scaled) * 4.0**-exponent, exponent
 
     def _elements(self, which: str, tensor: Tensor, start: int, stop: int) -> Array:
         """Where they lie, if that is possible, else copied."""
@@ -181,23 +187,25 @@ class _Room:
         return self._places[which][:num_elements]
 
 
-def _sum_rows(a: Array, b: Array, into: Array) -> None:
-    rows, rest = divmod(a.size, ROW)
+def _rows(a: Array) -> tuple[Array, Array]:
+    """Whole rows, and what is left."""
+    whole = a.size // ROW * ROW
+    return a[:whole].reshape(-1, ROW), a[whole:]
+
+
+def _sum_rows(a: Array, b: Array, a_rest: Array, b_rest: Array, into: Array) -> None:
+    rows = len(a)
     if rows:
-        whole = rows * ROW
-        _row_dots(a[:whole].reshape(rows, ROW), b[:whole].reshape(rows, ROW), out=into[:rows])
-    if rest:
-        into[rows] = np.dot(a[-rest:], b[-rest:])
+        _row_dots(a, b, out=into[:rows])
+    if a_rest.size:
+        into[rows] = np.dot(a_rest, b_rest)
 
 
 def _dot(a: Array, b: Array) -> float:
-    row_sums = np.empty(-(-a.size // ROW), dtype=np.float32)
-    _sum_rows(a, b, row_sums)
-    return _add(row_sums)
-
-
-def _add(row_sums: Array) -> float:
-    return float(np.add.reduce(row_sums, dtype=np.float64))
+    (a_rows, a_rest), (b_rows, b_rest) = _rows(a), _rows(b)
+    sums = np.zeros(len(a_rows) + 1, dtype=np.float32)
+    _sum_rows(a_rows, b_rows, a_rest, b_rest, sums)
+    return float(np.add.reduce(sums, dtype=np.float64))
 
 
 def _row_dots_by_matmul(a: Array, b: Array, out: Array) -> None:

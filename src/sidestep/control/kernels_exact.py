@@ -44,15 +44,17 @@ def project_(
 ) -> None:
     """See `kernels.project_`."""
     wide = torch.promote_types(grad.dtype, torch.float32)
-    room: Tensor | None = None
+    rooms = _Rooms(wide)
     for g, p in _backwards(grad, reference):
-        if room is None or room.shape != g.shape:
-            room = torch.empty_like(g, dtype=wide)
+        room = rooms.like("g", g)
         source = g if g.dtype == wide else room.copy_(g)
-        if fits_float32(coefficient):
-            work = torch.sub(source, p.to(g.device), alpha=coefficient, out=room)
+        if not fits_float32(coefficient):
+            stale = scale_(rooms.like("p", g).copy_(p), coefficient)
+            work = torch.sub(source, stale, out=room)
         else:
-            work = torch.sub(source, scale_(p.to(g.device, wide, copy=True), coefficient), out=room)
+            plain = p.dtype == wide and p.device == g.device
+            stale = p if plain else rooms.like("p", g).copy_(p)
+            work = torch.sub(source, stale, alpha=coefficient, out=room)
         p.copy_(g if store_raw else work)
         if g.dtype == torch.float16:
             # |g'| <= |g|, but a single element may grow past 65504 and would become inf.
@@ -87,6 +89,20 @@ def scale_(tensor: Tensor, factor: float) -> Tensor:
         tensor.mul_(2.0**step)
         exponent -= step
     return tensor
+
+
+class _Rooms:
+    """Places to compute in, one of a kind, for chunk after chunk."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._rooms: dict[str, Tensor] = {}
+
+    def like(self, which: str, chunk: Tensor) -> Tensor:
+        room = self._rooms.get(which)
+        if room is None or room.shape != chunk.shape:
+            room = self._rooms[which] = torch.empty_like(chunk, dtype=self._dtype)
+        return room
 
 
 class _Accumulator:

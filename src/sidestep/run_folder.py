@@ -11,7 +11,13 @@ from pathlib import Path
 from sidestep.errors import UsageError
 
 CONFIG_FILE = "config.toml"
+ENVIRONMENT_FILE = "env.json"
 METRICS_FILE = "metrics.jsonl"
+GROUPS_FILE = "groups.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+CHECKPOINTS_FOLDER = "checkpoints"
+FINAL_FOLDER = "final"
+REPORT_FILE = "report.html"
 LOCK_FILE = ".lock"
 
 
@@ -22,7 +28,14 @@ def default_run_dir(recipe: str, now: datetime) -> Path:
 
 def holds_run(run_dir: Path) -> bool:
     """Whether a run was started in `run_dir`."""
-    return any((run_dir / name).exists() for name in (CONFIG_FILE, METRICS_FILE, "checkpoints"))
+    traces = CONFIG_FILE, METRICS_FILE, CHECKPOINTS_FOLDER
+    return any((run_dir / name).exists() for name in traces)
+
+
+def has_steps(run_dir: Path) -> bool:
+    """Whether a step of a run in `run_dir` is over."""
+    metrics = run_dir / METRICS_FILE
+    return metrics.is_file() and metrics.stat().st_size > 0
 
 
 @contextmanager

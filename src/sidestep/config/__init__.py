@@ -5,6 +5,7 @@ Loads no torch.
 
 from sidestep.config.loss import LossConfig
 from sidestep.config.schema import (
+    AlarmConfig,
     ControlConfig,
     EngineConfig,
     ModelConfig,
@@ -15,6 +16,7 @@ from sidestep.config.schema import (
 )
 
 __all__ = [
+    "AlarmConfig",
     "ControlConfig",
     "EngineConfig",
     "LossConfig",

@@ -189,6 +189,18 @@ class ControlConfig(Section):
         return self.model_dump(exclude={"expected_every"})
 
 
+class AlarmConfig(Section):
+    """Arguments of `sidestep.control.alarm.Alarm`: when a run is called likely to collapse."""
+
+    window: int = Field(20, ge=1, description="measured steps that each sign is taken over")
+    cosine_limit: Cosine = 0.6
+    cosine_rise: float = Field(0.2, gt=0.0, description="of the cosine above the first window's")
+    excess_limit: float = Field(0.2, gt=0.0, description="of align/excess")
+    ess_limit: float = Field(0.3, ge=0.0, description="of ratio/ess")
+    norm_factor: float = Field(3.0, gt=1.0, description="of grad/norm_raw over the first window's")
+    patience: int = Field(40, ge=1, description="aligned steps in a row that ring the alarm alone")
+
+
 class RunConfig(Section):
     """One run."""
 
@@ -200,6 +212,7 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     loss: LossConfig = LossConfig()
     control: ControlConfig = ControlConfig()
+    alarm: AlarmConfig = AlarmConfig()
 
     @model_validator(mode="after")
     def _keep_the_rules(self, info: ValidationInfo) -> Self:

@@ -129,6 +129,13 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("align/regime", "text", "pass, project, damp, skip or undefined", "text"),
     Metric(
+        "align/decision",
+        "text",
+        "the regime that the measurement calls for: another one than `align/regime` only with "
+        "`control.mode` = observe, which changes nothing",
+        "text",
+    ),
+    Metric(
         "align/reason",
         "text",
         "why the regime is what it is; null where the cosine says it all",
@@ -138,6 +145,17 @@ METRICS: tuple[Metric, ...] = (
         "align/skips_in_a_row",
         "steps",
         "skipped steps up to and with this one, since the last change",
+    ),
+    Metric(
+        "align/removed",
+        "fraction",
+        "share of the product of gradient and reference that was taken out; below 0 where the "
+        "secant put something in",
+    ),
+    Metric(
+        "align/curvature",
+        "1 / weight^2",
+        "curvature along the reference, with `control.strength` = secant",
     ),
     Metric(
         "align/expected",
@@ -307,10 +325,36 @@ weights, and over tokens.
 """
 
 
+# Keys of groups.jsonl (written by trainer/metrics.py: group_row).
+GROUP_KEYS: dict[str, str] = {
+    "step": "step that trained on the group, from 0; null if it was dropped",
+    "index": "number of the group in the order of admission, which its random numbers follow from",
+    "prompt_index": "row of the task's data, from 0",
+    "prompt": "the prompt: text, or the list of chat messages",
+    "prompt_tokens": "its length in tokens",
+    "rewards": "one reward per completion",
+    "lengths": "tokens of each completion, end token included",
+    "oldest_version": "smallest version that sampled one of its tokens",
+    "newest_version": "largest such version",
+    "completions": "text of the first two completions",
+    "dropped": "why it was not trained on; null if it was",
+}
+
+_GROUPS = """
+## groups.jsonl
+
+One line for each group that was trained on or dropped.
+
+| key | meaning |
+|---|---|
+"""
+
+
 def metrics_page() -> str:
     """The Markdown text of docs/metrics.md."""
     lines = (f"| `{metric.name}` | {metric.unit} | {metric.meaning} |\n" for metric in METRICS)
-    return _INTRODUCTION + "".join(lines)
+    keys = (f"| `{key}` | {meaning} |\n" for key, meaning in GROUP_KEYS.items())
+    return _INTRODUCTION + "".join(lines) + _GROUPS + "".join(keys)
 
 
 if __name__ == "__main__":

@@ -10,25 +10,9 @@ from typing import Any, Self
 
 from sidestep.diagnostics.events import EventFile
 from sidestep.diagnostics.jsonl import read_rows, replace_rows, to_line
-from sidestep.diagnostics.metrics import BY_NAME, KIND_IN_WORDS, Kind
+from sidestep.diagnostics.metrics import BY_NAME, GROUP_KEYS, KIND_IN_WORDS, Kind
 from sidestep.errors import UsageError
-
-METRICS_FILE = "metrics.jsonl"
-GROUPS_FILE = "groups.jsonl"
-TENSORBOARD_FOLDER = "tensorboard"
-
-GROUP_KEYS = (
-    "step",  # step that trained on the group, from 0; null for a dropped one
-    "index",  # admission index
-    "prompt_index",
-    "prompt",
-    "rewards",
-    "lengths",  # tokens per completion
-    "oldest_version",
-    "newest_version",
-    "completions",  # the first two texts
-    "dropped",  # null, or the reason
-)
+from sidestep.run_folder import GROUPS_FILE, METRICS_FILE, TENSORBOARD_FOLDER
 
 
 class Recorder:

@@ -1,1 +1,1 @@
-"""The control in other trainers: one file per host, using the control and nothing else of Sidestep."""
+"""The control in other trainers: one file per host, which uses nothing else of Sidestep."""

@@ -37,6 +37,7 @@ from sidestep.diagnostics.recorder import Recorder
 from sidestep.engines.channel import WeightChannel
 from sidestep.engines.protocol import Engine, GenerationRequest, Sampling
 from sidestep.errors import Interrupted, SidestepError
+from sidestep.run_folder import CHECKPOINTS_FOLDER
 from sidestep.tasks.protocol import Task
 from sidestep.trainer.accounting import EQUAL_REWARDS
 from sidestep.trainer.checkpoint import Checkpoint, write_checkpoint
@@ -367,7 +368,7 @@ class Run:
     def _write(self, checkpoint: Checkpoint) -> Path:
         return write_checkpoint(
             checkpoint,
-            self.parts.run_dir / "checkpoints",
+            self.parts.run_dir / CHECKPOINTS_FOLDER,
             self.trainer.model,
             self.parts.tokenizer,
             self.config.train.keep_checkpoints,

@@ -47,6 +47,7 @@ from sidestep.run_folder import (
     default_run_dir,
     has_steps,
     only_writer,
+    writing_to,
 )
 from sidestep.tasks.build import make_task
 from sidestep.tasks.prompts import encode_examples
@@ -87,7 +88,7 @@ def train(config: RunConfig, run_dir: Path | str | None = None, *, resume: bool 
         check_resume(config, load_config(run_dir / CONFIG_FILE), checkpoint)
     # its bars would write into the live view
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    with only_writer(run_dir):
+    with only_writer(run_dir), writing_to(run_dir):
         try:
             _run_to_the_end(_train(config, run_dir, inputs, checkpoint))
         finally:  # of a run that failed or was stopped too: that is when it is read most

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -56,6 +58,23 @@ def test_a_run_that_fails_leaves_a_report_of_the_steps_it_made(tmp_path, monkeyp
     with pytest.raises(RewardError, match="no more"):
         sidestep.train(config, tmp_path / "run")
     assert "of 50 steps" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_disk_that_takes_no_more_ends_the_run_with_one_line(tmp_path):
+    code = (
+        "import resource, sys\n"
+        "from sidestep.cli.main import main\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))\n"  # weights are 570 kB
+        "main()\n"
+    )
+    arguments = ["train", "--run-dir", str(tmp_path / "run"), "--set", "train.steps=2"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"--run-dir {tmp_path / 'run'}: could not be written to the end")
+    assert "Traceback" not in done.stderr
 
 
 def test_the_public_names_are_listed():

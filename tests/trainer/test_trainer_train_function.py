@@ -6,9 +6,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sidestep
 from sidestep.errors import RewardError
+from sidestep.models.packaged import packaged_model_path
 
 SMALL = (
     "rollout.groups_per_step=2",
@@ -29,6 +33,40 @@ def test_a_run_works_inside_an_event_loop_as_in_a_notebook_and_leaves_a_report(t
     assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 2
     assert (run_dir / "final" / "model.safetensors").is_file()
     assert "2 of 2 steps" in (run_dir / "report.html").read_text()
+
+
+def test_the_final_folder_is_one_that_transformers_loads(tmp_path):
+    config = sidestep.load_config(None, [*SMALL, "train.steps=1", "train.checkpoint_every=1"])
+    run_dir = sidestep.train(config, tmp_path / "run")
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "final")
+    tokenizer = AutoTokenizer.from_pretrained(run_dir / "final")
+    asked = tokenizer("12+30=", return_tensors="pt")
+    answer = model.generate(**asked, max_new_tokens=3, do_sample=False)
+    assert tokenizer.decode(answer[0], skip_special_tokens=True).startswith("12+30=42")
+    trained = load_file(run_dir / "checkpoints" / "step-00000001" / "weights.safetensors")
+    loaded = dict(model.named_parameters())
+    assert all(torch.equal(loaded[name], trained[name]) for name in loaded)
+    start = dict(AutoModelForCausalLM.from_pretrained(packaged_model_path()).named_parameters())
+    assert any(not torch.equal(loaded[name], start[name]) for name in loaded)
+
+
+def test_b40_resumed_with_real_engines_in_exact_mode_is_bitwise_the_unbroken_run(tmp_path):
+    exact = (*SMALL, "rollout.lag_mode=exact", "rollout.max_lag=2", "train.checkpoint_every=3")
+    unbroken = sidestep.train(
+        sidestep.load_config(None, [*exact, "train.steps=6"]), tmp_path / "unbroken"
+    )
+    broken = sidestep.train(
+        sidestep.load_config(None, [*exact, "train.steps=3"]), tmp_path / "broken"
+    )
+    sidestep.train(sidestep.load_config(None, [*exact, "train.steps=6"]), broken, resume=True)
+    states = [
+        load_file(run_dir / "checkpoints" / "step-00000006" / name)
+        for run_dir in (unbroken, broken)
+        for name in ("weights.safetensors", "state.safetensors")
+    ]
+    for one, other in zip(states[:2], states[2:], strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_a_run_that_fails_leaves_a_report_of_the_steps_it_made(tmp_path, monkeypatch):

@@ -74,6 +74,7 @@ class ControlHandle:
             optimizer.register_step_pre_hook(uncompiled(self._before_step)),
             optimizer.register_step_post_hook(uncompiled(self._after_step)),
         )
+        self._act_uncompiled: Callable[[RunningStep], None] = uncompiled(self._act)
         # deepcopy drops hooks without a word; an attribute of the instance is what copy.deepcopy
         # asks first.
         vars(optimizer)["__deepcopy__"] = self._copy_optimizer
@@ -178,7 +179,7 @@ class ControlHandle:
                     "control needs one gradient per step and cannot be attached to it"
                 )
             loss = closure()
-            self._act(step)
+            self._act_uncompiled(step)
             return loss
 
         return closure_then_control

@@ -48,6 +48,7 @@ class Where:
 class ControlHandle:
     """A control at work in an optimizer; made by `attach`.
 
+    optimizer: the torch optimizer it is in.
     last: the record of the last step() in which the control acted; None before the first.
     """
 
@@ -61,7 +62,7 @@ class ControlHandle:
     ) -> None:
         self.control = control
         self.last: ControlRecord | None = None
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._max_norm = max_norm
         self._names = names
         self._where = where
@@ -103,12 +104,13 @@ class ControlHandle:
         }
         self._notes.update({key: value for key, value in said.items() if value is not None})
 
-    def pass_over(self) -> None:
+    def pass_over(self, passes: bool = True) -> None:
         """Say that the coming `step()` has no gradients on purpose (a batch without a signal).
 
-        Nothing is measured, recorded or refused in it. On several ranks: on all of them.
+        Nothing is measured, recorded or refused in it. On several ranks: on all of them. False
+        takes it back.
         """
-        self._passes_over = True
+        self._passes_over = passes
 
     def state_dict(self) -> dict[str, Any]:
         """The control's state (the optimizer's own state_dict does not hold it)."""
@@ -123,12 +125,12 @@ class ControlHandle:
 
         A second time it does nothing, so a handle that is still around disturbs no newer one.
         """
-        if handle_of(self._optimizer) is not self:
+        if handle_of(self.optimizer) is not self:
             return
         self._put_back()
         for hook in self._hooks:
             hook.remove()
-        del vars(self._optimizer)["__deepcopy__"]
+        del vars(self.optimizer)["__deepcopy__"]
         _controls_in_use.discard(self.control)
 
     def _before_step(
@@ -175,7 +177,7 @@ class ControlHandle:
         def closure_then_control() -> Any:
             if step.acted:
                 raise RuntimeError(
-                    f"{type(self._optimizer).__name__} calls its closure more than once in a step: "
+                    f"{type(self.optimizer).__name__} calls its closure more than once in a step: "
                     "control needs one gradient per step and cannot be attached to it"
                 )
             loss = closure()
@@ -190,7 +192,7 @@ class ControlHandle:
         if self._passes_over:
             self._passes_over = False
             return
-        step.unscale(self._optimizer)
+        step.unscale(self.optimizer)
         notes, self._notes = self._notes, {}
         control = self.control
         control.ranks = ranks = control.ranks.on(self._where.process_group)
@@ -237,7 +239,7 @@ class ControlHandle:
             return
         names = {id(parameter): name for name, parameter in parameters.items()}
         apart: dict[str, float] = {}
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             members = [names[id(p)] for p in group["params"] if p.requires_grad]
             scales = {name: outcome.scales.get(name, 1.0) for name in members}
             shared = set(scales.values())
@@ -253,21 +255,21 @@ class ControlHandle:
     def _put_back(self) -> None:
         step, self._step = self._step, None
         if step is not None:
-            step.put_back(self._optimizer)
+            step.put_back(self.optimizer)
 
     def _groups(self) -> dict[str, str]:
         """Label of each parameter's group, by name, where that is what decides."""
         if self.control.settings.scope != "group":
             return {}
-        groups = enumerate(self._optimizer.param_groups)
+        groups = enumerate(self.optimizer.param_groups)
         labels = {id(p): f"group {i}" for i, group in groups for p in group["params"]}
         return {name: labels[id(parameter)] for name, parameter in self._names}
 
     def _kept_shares(self) -> dict[str, float]:
         """What decoupled weight decay leaves of each parameter in this step, by name."""
         shares: dict[int, float] = {}
-        for group in self._optimizer.param_groups:
-            share = kept_share(self._optimizer, group)
+        for group in self.optimizer.param_groups:
+            share = kept_share(self.optimizer, group)
             shares |= {id(parameter): share for parameter in group["params"]}
         return {name: shares[id(parameter)] for name, parameter in self._names}
 
@@ -277,10 +279,10 @@ class ControlHandle:
             "control until you attach one to it",
             stacklevel=3,
         )
-        attributes = vars(self._optimizer)
+        attributes = vars(self.optimizer)
         this = attributes.pop("__deepcopy__")
         try:
-            return deepcopy(self._optimizer, memo)
+            return deepcopy(self.optimizer, memo)
         finally:
             attributes["__deepcopy__"] = this
 

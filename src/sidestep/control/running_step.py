@@ -1,4 +1,4 @@
-"""One running `optimizer.step()`: which hook calls are parts of it, and what is put back after it."""
+"""One running `optimizer.step()`: which calls of hooks belong to it, what is put back after it."""
 
 from __future__ import annotations
 

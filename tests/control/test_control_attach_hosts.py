@@ -264,3 +264,54 @@ def test_a_scheduler_and_in_place_zero_grad_work_beside_the_control():
         scheduler.step()
         assert optimizer.param_groups[0]["lr"] == 0.5 ** (t + 1)
     assert handle.last.regime == "damp"
+
+
+def test_an_inner_step_that_raises_and_is_caught_is_still_a_part_of_its_step():
+    class Parent(torch.optim.SGD):
+        def step(self, closure=None):
+            raise MemoryError
+
+    class Falls(Parent):
+        """Tries a fast way, then a slow one."""
+
+        def step(self, closure=None):
+            try:
+                super().step()
+            except MemoryError:
+                torch.optim.SGD.step(self)
+
+    weight = Parameter(torch.zeros(1))
+    Parent([weight])  # from here on torch hooks its step
+    optimizer = Falls([weight], lr=1.0)
+    handle = attach(optimizer, GradientControl(above="damp", damp_power=1.0, high=0.5))
+    for t in range(3):
+        weight.grad = torch.ones(1)
+        optimizer.step()
+        assert handle.last.step == t
+        assert optimizer.param_groups[0]["lr"] == 1.0  # put back at the end of the whole step
+    assert weight.item() == -1.0  # cosine 1 damps the second and third to nothing
+
+
+def test_what_a_failed_step_changed_is_not_put_over_what_came_since():
+    weight = Parameter(torch.zeros(2))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
+    handle = attach(optimizer, GradientControl())
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(0.0)
+    with pytest.raises(ValueError, match="every gradient is None"):
+        optimizer.step()
+    optimizer.grad_scale = torch.tensor(2.0)  # as GradScaler sets it before each step
+    weight.grad = torch.tensor([6.0, 8.0])
+    optimizer.step()
+    assert handle.last.norm_raw == pytest.approx(5.0)
+    assert optimizer.grad_scale.item() == 2.0
+
+
+def test_the_wrapper_of_lightning_is_taken_for_the_optimizer_in_it():
+    core = pytest.importorskip("lightning.pytorch.core.optimizer", reason="needs Lightning")
+    weight = Parameter(torch.zeros(1))
+    inner = torch.optim.SGD([weight], lr=1.0)
+    handle = attach(core.LightningOptimizer(inner), GradientControl())
+    assert handle.optimizer is inner
+    weight.grad = torch.ones(1)
+    inner.step()
+    assert handle.last.step == 0

@@ -1,7 +1,8 @@
 """Gradient alignment control as a library: tensors in, tensors out. No config, no asyncio, no HTTP.
 
 - controller.py      GradientControl: its arguments, apply, its state
-- attach.py          all of it inside any torch optimizer's step()
+- attach.py          all of it inside any torch optimizer's step(): what is refused; handle.py: what
+                     it does there; running_step.py, optimizer_names.py
 - gradient_space.py  control of the gradient; its norm and clipping
 - update_space.py    control of the step that the optimizer made; decay.py: without weight decay
 - core.py            what both share: measure, decide, remember
@@ -28,9 +29,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sidestep.control.alarm import Alarm, AlarmState
-    from sidestep.control.attach import ControlHandle
     from sidestep.control.controller import GradientControl
     from sidestep.control.expected import ExpectedCosine, Halves, excess, expected_cosine
+    from sidestep.control.handle import ControlHandle
     from sidestep.control.record import ControlRecord, ScopeRecord
 
 # `attach` is not among them: here that name is the module. The function is `sidestep.attach`.
@@ -51,7 +52,7 @@ __all__ = [
 _HOME = {
     "Alarm": "sidestep.control.alarm",
     "AlarmState": "sidestep.control.alarm",
-    "ControlHandle": "sidestep.control.attach",
+    "ControlHandle": "sidestep.control.handle",
     "ControlRecord": "sidestep.control.record",
     "ExpectedCosine": "sidestep.control.expected",
     "GradientControl": "sidestep.control.controller",

@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
+
+
+def plain_number(value: Any) -> Any:
+    """The Python number in a scalar of numpy or torch. All else as it is, for the checks to refuse.
+
+    A state of plain numbers can be saved as JSON, and holds no tensor of a device.
+    """
+    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def require_number(

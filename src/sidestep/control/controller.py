@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from sidestep.control.checks import plain_number
 from sidestep.control.core import Core
 from sidestep.control.facts import Behaviour
 from sidestep.control.geometry import Ranks
@@ -190,7 +191,7 @@ class GradientControl:
             "behaviour": behaviour,
             "expected": expected,
         }
-        asked = Asked(named_parameters, max_norm, facts, groups, local_parameters)
+        asked = Asked(named_parameters, plain_number(max_norm), facts, groups, local_parameters)
         outcome = act(self.core, self.ranks, asked)
         if outcome.record.regime != "skip":
             for parameter in outcome.skipped.values():

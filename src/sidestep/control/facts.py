@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sidestep.control.checks import require_cosine, require_number
+from sidestep.control.checks import plain_number, require_cosine, require_number
 from sidestep.control.sharding import local
 
 # Behaviour weights: by name, or a function that gives those of one name, so that a host need not
@@ -17,7 +17,7 @@ Behaviour = Mapping[str, Tensor] | Callable[[str], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """Each None if the host did not say.
+    """Each None if the host did not say. Scalars of numpy and torch are taken as numbers.
 
     batch: which rollout batch the gradient is from.
     lag: mean lag of its tokens, in optimizer steps.
@@ -37,6 +37,8 @@ class StepFacts:
     expected: float | None = None
 
     def __post_init__(self) -> None:
+        for name in ("batch", "lag", "drift", "expected"):
+            object.__setattr__(self, name, plain_number(getattr(self, name)))
         if self.batch is not None and not isinstance(self.batch, int | str):
             raise ValueError(f"batch={self.batch!r} must be an int or a str")
         for name, value in (("lag", self.lag), ("drift", self.drift)):
@@ -75,7 +77,9 @@ class StepFacts:
         return found
 
 
-def require_max_norm(max_norm: float | None) -> None:
-    """None or a number above 0."""
+def require_max_norm(max_norm: float | None) -> float | None:
+    """None or a number above 0, as a plain number."""
+    max_norm = plain_number(max_norm)
     if max_norm is not None:
         require_number("max_norm", max_norm, above=0.0)
+    return max_norm

@@ -9,6 +9,7 @@ from typing import Literal, cast, get_args
 
 from sidestep.control.checks import (
     number_or_word,
+    plain_number,
     require_choice,
     require_cosine,
     require_count,
@@ -25,6 +26,17 @@ SnapshotDtype = Literal["float32", "bfloat16"]
 SnapshotDevice = Literal["same", "cpu"]
 
 MODE_VARIABLE = "SIDESTEP_MODE"
+_NUMBERS = (
+    "low",
+    "high",
+    "strength",
+    "residual",
+    "damp_power",
+    "drift_scale",
+    "secant_memory",
+    "max_skips",
+    "calibrate_steps",
+)
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +67,8 @@ class Settings:
     snapshot_device: SnapshotDevice
 
     def __post_init__(self) -> None:
+        for number in _NUMBERS:
+            object.__setattr__(self, number, plain_number(getattr(self, number)))
         require_choice("reference", self.reference, get_args(Reference))
         require_choice("space", self.space, get_args(Space))
         require_choice("scope", self.scope, get_args(Scope))

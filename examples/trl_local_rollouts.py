@@ -1,0 +1,113 @@
+"""Stands in for a vLLM server and a GPU kernel, so that TRL's AsyncGRPOTrainer runs on a CPU.
+
+For trl_async_grpo.py; nothing here is about Sidestep's control.
+"""
+
+import queue
+import random
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl.experimental.async_grpo import async_grpo_trainer, packing
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+from sidestep.engines.generate import generate
+from sidestep.engines.protocol import GenerationRequest, Sampling
+
+
+class LocalRollouts(queue.Queue):
+    """A rollout worker, its queue and its weight transfer in one: two-digit additions.
+
+    It samples when the trainer asks, `num_prompts` groups at a time, with the weights that were
+    sent last.
+    """
+
+    def __init__(self, model_path, num_prompts, group_size, seed=0):
+        super().__init__()
+        self.rollout_buffer, self.metrics_queue = self, queue.Queue()
+        self.model = AutoModelForCausalLM.from_pretrained(model_path)
+        self.tokenizer = AutoTokenizer.from_pretrained(model_path)
+        self.num_prompts, self.group_size, self.seed = num_prompts, group_size, seed
+        self.draw, self.num_groups, self.version = random.Random(seed), 0, 0
+
+    def get(self, block=True, timeout=None):
+        if self.empty():
+            self.sample()
+        return super().get()
+
+    def sample(self):
+        pairs = [divmod(self.draw.randrange(10_000), 100) for _ in range(self.num_prompts)]
+        prompts = [tuple(self.tokenizer(f"{a:02d}+{b:02d}=").input_ids) for a, b in pairs]
+        first, size = self.num_groups, self.group_size
+        requests = [GenerationRequest(first + i, ids, size) for i, ids in enumerate(prompts)]
+        stop = [self.tokenizer.eos_token_id]
+        drawn = generate(self.model, requests, Sampling(1.0, 4), seed=self.seed, stop_ids=stop)
+        for i, (prompt, (a, b)) in enumerate(zip(prompts, pairs, strict=True)):
+            rows = range(i * size, (i + 1) * size)
+            answers = [drawn.token_ids_BT[row, : drawn.lengths_B[row]] for row in rows]
+            texts = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
+            rewards = np.array([float(text == str(a + b)) for text in texts])
+            advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
+            for k, row in enumerate(rows):
+                length = len(answers[k])
+                logprobs = drawn.logprobs_BT[row, :length].numpy()
+                sample = RolloutSample(
+                    prompt=[],
+                    completion=[{"role": "assistant", "content": texts[k]}],
+                    input_ids=np.concatenate([prompt, answers[k].numpy()]),
+                    completion_mask=np.repeat([0, 1], [len(prompt), length]),
+                    old_log_probs=np.pad(logprobs, (len(prompt), 0)),
+                    advantage=float(advantages[k]),
+                    model_version=self.version,
+                    group_id=first + i,
+                    metrics={"reward": float(rewards[k])},
+                )
+                self.put(sample)
+        self.num_groups += len(prompts)
+
+    def update_model_version(self, version):
+        self.version = version
+
+    @torch.no_grad()
+    def send_weights(self, named_weights):
+        own = dict(self.model.named_parameters())
+        for name, weights in named_weights:
+            own[name].copy_(weights)
+
+    def nothing_to_do(self, *args):
+        pass
+
+    start = stop = check_health = init_weight_transfer = pause = resume = destroy = nothing_to_do
+
+
+class PaddedAttention:
+    """What TRL wants of flash-attn: causal attention of ragged segments, here padded to one size."""
+
+    @staticmethod
+    def flash_attn_varlen_func(
+        q, k, v, ends_q, ends_k, longest_q, longest_k, softmax_scale=None, **options
+    ):
+        places_q, real_q = padded_places(ends_q, longest_q)
+        places_k, real_k = padded_places(ends_k, longest_k)
+        # The last query of a segment sees all of its keys, the one before all but one.
+        behind = ends_k.diff() - ends_q.diff()
+        last_seen = behind[:, None] + torch.arange(longest_q)
+        mask = (torch.arange(longest_k) <= last_seen[:, :, None]) & real_k[:, None, :]
+        q, k, v = (x.transpose(1, 2) for x in (q[places_q], k[places_k], v[places_k]))
+        out = scaled_dot_product_attention(
+            q, k, v, mask[:, None], scale=softmax_scale, enable_gqa=True
+        )
+        return out.transpose(1, 2)[real_q]
+
+
+def padded_places(ends, longest):
+    """Where each segment's tokens lie, one row a segment, and which of them are real."""
+    places = ends[:-1, None] + torch.arange(longest)
+    return places.clamp(max=int(ends[-1]) - 1), places < ends[1:, None]
+
+
+def run_on_a_cpu():
+    packing._flash_attn = lambda: PaddedAttention
+    async_grpo_trainer.get_peak_flops_per_device = lambda *args: 1e12  # only for a metric

@@ -48,7 +48,7 @@ class LocalRollouts(queue.Queue):
             rows = range(i * size, (i + 1) * size)
             answers = [drawn.token_ids_BT[row, : drawn.lengths_B[row]] for row in rows]
             texts = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
-            rewards = np.array([float(text == str(a + b)) for text in texts])
+            rewards = np.array([self.reward(text, a + b) for text in texts])
             advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
             for k, row in enumerate(rows):
                 length = len(answers[k])
@@ -66,6 +66,9 @@ class LocalRollouts(queue.Queue):
                 )
                 self.put(sample)
         self.num_groups += len(prompts)
+
+    def reward(self, text, right):
+        return float(text == str(right))
 
     def update_model_version(self, version):
         self.version = version

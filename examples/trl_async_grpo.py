@@ -13,11 +13,11 @@ import tempfile
 
 from datasets import Dataset
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
-from trl_local_rollouts import LocalRollouts, run_on_a_cpu
 
 from sidestep import GradientControl
 from sidestep.integrations.trl import SidestepCallback
 from sidestep.models.packaged import packaged_model_path
+from trl_local_rollouts import LocalRollouts, run_on_a_cpu
 
 SHOWN = ("reward", "align/cosine", "align/regime", "lag/mean")
 

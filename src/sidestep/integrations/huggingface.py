@@ -29,6 +29,9 @@ TENSOR_FILE = "sidestep_control.safetensors"
 # Sinks of transformers that warn of every text in every line of the log.
 _NUMBERS_ONLY = frozenset({"mlflow", "clearml", "dvclive"})
 
+# Of several steps in one line of the log the largest is kept; of all other numbers the mean.
+_LARGEST = frozenset({"align/skips_in_a_row", "lag/max"})
+
 
 @dataclass(frozen=True, slots=True)
 class Host:
@@ -125,13 +128,13 @@ class StepLog:
         self.texts = {name: text for name, text in texts.items() if text}
 
     def write(self, args: TrainingArguments, logs: dict[str, Any], saved: dict[str, Any]) -> None:
-        """Add the numbers' means (the largest of a maximum) and the texts to a line that goes to
-        the sinks and to the same line in the trainer's history; begin anew.
+        """Add numbers and texts to a line on its way to the sinks and to the same line in the
+        trainer's history; begin anew.
         """
         line: dict[str, Any] = {}
         for name in sorted({name for numbers in self.numbers for name in numbers}):
             values = [numbers[name] for numbers in self.numbers if name in numbers]
-            line[name] = max(values) if name == "lag/max" else statistics.fmean(values)
+            line[name] = max(values) if name in _LARGEST else statistics.fmean(values)
         saved.update(line, **self.texts)
         logs.update(line)
         if _NUMBERS_ONLY.isdisjoint(args.report_to or ()):

@@ -2,8 +2,8 @@
 
     python examples/trl_async_grpo.py
 
-A model of 0.14M parameters that ships with Sidestep learns to add. `trl_local_rollouts.py` samples
-in this process with weights that are up to `weight_sync_steps` old; with a GPU leave `run_on_a_cpu`,
+A model of 0.14M parameters that ships with Sidestep learns to add. `LocalRollouts` samples in this
+process with weights that are up to `weight_sync_steps` old. With a GPU leave `run_on_a_cpu`,
 `rollout_worker` and `weight_transfer` out, and TRL asks its vLLM server. What Sidestep needs is one
 line either way: the callback.
 """
@@ -17,7 +17,8 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from sidestep import GradientControl
 from sidestep.integrations.trl import SidestepCallback
 from sidestep.models.packaged import packaged_model_path
-from trl_local_rollouts import LocalRollouts, run_on_a_cpu
+from trl_local_rollouts import LocalRollouts
+from trl_on_a_cpu import run_on_a_cpu
 
 SHOWN = ("reward", "align/cosine", "align/regime", "lag/mean")
 

@@ -1,16 +1,12 @@
-"""Stands in for a vLLM server and a GPU kernel, so that TRL's AsyncGRPOTrainer runs on a CPU.
-
-For trl_async_grpo.py; nothing here is about Sidestep's control.
-"""
+"""Stands in for a vLLM server in trl_async_grpo.py. Nothing here is about Sidestep's control."""
 
 import queue
 import random
+from collections.abc import Iterable
 
 import numpy as np
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl.experimental.async_grpo import async_grpo_trainer, packing
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from sidestep.engines.generate import generate
@@ -24,7 +20,7 @@ class LocalRollouts(queue.Queue):
     sent last.
     """
 
-    def __init__(self, model_path, num_prompts, group_size, seed=0):
+    def __init__(self, model_path: str, num_prompts: int, group_size: int, seed: int = 0) -> None:
         super().__init__()
         self.rollout_buffer, self.metrics_queue = self, queue.Queue()
         self.model = AutoModelForCausalLM.from_pretrained(model_path)
@@ -32,12 +28,12 @@ class LocalRollouts(queue.Queue):
         self.num_prompts, self.group_size, self.seed = num_prompts, group_size, seed
         self.draw, self.num_groups, self.version = random.Random(seed), 0, 0
 
-    def get(self, block=True, timeout=None):
+    def get(self, block: bool = True, timeout: float | None = None) -> RolloutSample:
         if self.empty():
             self.sample()
         return super().get()
 
-    def sample(self):
+    def sample(self) -> None:
         pairs = [divmod(self.draw.randrange(10_000), 100) for _ in range(self.num_prompts)]
         prompts = [tuple(self.tokenizer(f"{a:02d}+{b:02d}=").input_ids) for a, b in pairs]
         first, size = self.num_groups, self.group_size
@@ -67,50 +63,19 @@ class LocalRollouts(queue.Queue):
                 self.put(sample)
         self.num_groups += len(prompts)
 
-    def reward(self, text, right):
+    def reward(self, text: str, right: int) -> float:
         return float(text == str(right))
 
-    def update_model_version(self, version):
+    def update_model_version(self, version: int) -> None:
         self.version = version
 
     @torch.no_grad()
-    def send_weights(self, named_weights):
+    def send_weights(self, named_weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         own = dict(self.model.named_parameters())
         for name, weights in named_weights:
             own[name].copy_(weights)
 
-    def nothing_to_do(self, *args):
+    def nothing_to_do(self, *args: object) -> None:
         pass
 
     start = stop = check_health = init_weight_transfer = pause = resume = destroy = nothing_to_do
-
-
-class PaddedAttention:
-    """What TRL wants of flash-attn: causal attention of ragged segments, here padded to one size."""
-
-    @staticmethod
-    def flash_attn_varlen_func(
-        q, k, v, ends_q, ends_k, longest_q, longest_k, softmax_scale=None, **options
-    ):
-        places_q, real_q = padded_places(ends_q, longest_q)
-        places_k, real_k = padded_places(ends_k, longest_k)
-        # The last query of a segment sees all of its keys, the one before all but one.
-        behind = ends_k.diff() - ends_q.diff()
-        last_seen = behind[:, None] + torch.arange(longest_q)
-        mask = (torch.arange(longest_k) <= last_seen[:, :, None]) & real_k[:, None, :]
-        q, k, v = (x.transpose(1, 2) for x in (q[places_q], k[places_k], v[places_k]))
-        out = scaled_dot_product_attention(
-            q, k, v, mask[:, None], scale=softmax_scale, enable_gqa=True
-        )
-        return out.transpose(1, 2)[real_q]
-
-
-def padded_places(ends, longest):
-    """Where each segment's tokens lie, one row a segment, and which of them are real."""
-    places = ends[:-1, None] + torch.arange(longest)
-    return places.clamp(max=int(ends[-1]) - 1), places < ends[1:, None]
-
-
-def run_on_a_cpu():
-    packing._flash_attn = lambda: PaddedAttention
-    async_grpo_trainer.get_peak_flops_per_device = lambda *args: 1e12  # only for a metric

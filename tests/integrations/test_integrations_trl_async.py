@@ -2,6 +2,7 @@
 
 import logging
 import random
+from itertools import chain
 
 import pytest
 from trl_hosts import (
@@ -135,9 +136,7 @@ def test_lag_is_that_of_the_very_samples_of_the_step(tiny_model_dir, tmp_path, s
     callback.on_pre_optimizer_step = take_and_say
     train(trainer)
     per_step = settings.get("gradient_accumulation_steps", 1)
-    expected = [
-        sorted(sum(trained[i : i + per_step], [])) for i in range(0, len(trained), per_step)
-    ]
+    expected = [sorted(chain(*trained[i : i + per_step])) for i in range(0, len(trained), per_step)]
     assert seen == expected
     assert max(max(lags) for lags in expected) >= 2 or skips or settings["weight_sync_steps"] == 1
     if skips:

@@ -1,6 +1,7 @@
-"""Cases B10 to B21 (shared/cases.md) in the loop of Hugging Face's Trainer; B16, B19 and B22 are in
-the other files. B23 wants fp16, which Accelerate refuses on a CPU; B24 wants FSDP2, whose settings it
-ignores there.
+"""Cases B10 to B21 (shared/cases.md) in the loop of Hugging Face's Trainer.
+
+B16, B19 and B22 are in the other files. B23 wants fp16, which Accelerate refuses on a CPU; B24
+wants FSDP2, whose settings it ignores there.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Real trainers on the tiny model, small and silent, and a probe that sees what the optimizer gets."""
+"""Real trainers on the tiny model, silent, and a probe that sees what the optimizer gets."""
 
 import sys
 from pathlib import Path
@@ -135,7 +135,8 @@ def async_trainer(model_dir, folder, callbacks=(), rollouts=None, **settings):
     """TRL's AsyncGRPOTrainer with an in-process worker that samples when asked."""
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
-    from trl_local_rollouts import LocalRollouts, run_on_a_cpu
+    from trl_local_rollouts import LocalRollouts
+    from trl_on_a_cpu import run_on_a_cpu
 
     class Digits(LocalRollouts):
         def reward(self, text, right):

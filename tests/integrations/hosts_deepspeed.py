@@ -1,5 +1,6 @@
 """What the tests of DeepSpeed do on every rank: the real engine, ZeRO-1, 2 and 3, gloo."""
 
+import itertools
 import os
 
 import torch
@@ -85,7 +86,7 @@ def observed(rank, num_ranks, folder, stage, dtype):
     norms = [g.double().norm().item() for g in gradients]
     cosines = [
         (a.double() @ b.double() / (a.double().norm() * b.double().norm())).item()
-        for a, b in zip(gradients, gradients[1:], strict=False)
+        for a, b in itertools.pairwise(gradients)
     ]
     return {
         "equal": torch.equal(weights(bare), weights(engine)),
@@ -170,5 +171,3 @@ def refused(rank, num_ranks, folder):
     message("twice", lambda: adapter.attach(clipping, GradientControl()))
     message("no backward", clipping.optimizer.step)
     return messages
-
-

@@ -29,8 +29,13 @@ from sidestep.control.record import ControlRecord
 from sidestep.integrations.notes import Notes
 from sidestep.integrations.records import RecordLog
 
-# What is used of a MegatronOptimizer (megatron-core 0.16.1, megatron/core/optimizer/optimizer.py).
-_PLACE = ("prepare_grads", "step_with_ready_grads", "get_parameters", "get_grad_stats_parallel_group")
+# What is used of it: megatron-core 0.16.1, megatron/core/optimizer/optimizer.py.
+_PLACE = (
+    "prepare_grads",
+    "step_with_ready_grads",
+    "get_parameters",
+    "get_grad_stats_parallel_group",
+)
 _COUNTED = "get_main_grads_for_grad_norm"
 
 
@@ -191,5 +196,3 @@ def _group(parts: list[Any]) -> Any:
                 "distributed optimizer, which sums over all of them"
             )
     return groups[0] if groups else None
-
-

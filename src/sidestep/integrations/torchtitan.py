@@ -74,9 +74,7 @@ class Installed:
                 "uninstall() after the policy's, or use sidestep.attach for each"
             )
         _require_container(container)
-        self.handle = attach(
-            container, self._control, self._max_norm, _named_parameters(container)
-        )
+        self.handle = attach(container, self._control, self._max_norm, _named_parameters(container))
         self._hook = container.register_step_post_hook(self._after_step)
         names = ", ".join(type(one).__name__ for one in container.optimizers)
         _log.info("sidestep: attached to TorchTitan's container of %s", names)

@@ -10,13 +10,14 @@ from sidestep.config.schema import (
     ModelConfig,
     RolloutConfig,
     RunConfig,
-    TaskConfig,
     TrainConfig,
 )
+from sidestep.config.task import EvalConfig, TaskConfig
 
 __all__ = [
     "ControlConfig",
     "EngineConfig",
+    "EvalConfig",
     "LossConfig",
     "ModelConfig",
     "RolloutConfig",

@@ -37,7 +37,8 @@ class TaskConfig(Section):
     )
     split: str | None = Field(None, description="of kind dataset; absent: train")
     eval_split: str | None = Field(
-        None, description="split of kind dataset for evaluation; absent: rows of `split` are held out"
+        None,
+        description="split for evaluation; absent: rows of task.split are held out",
     )
     subset: str | None = Field(
         None, description="configuration of a hub data set, such as main of openai/gsm8k"
@@ -123,7 +124,7 @@ class TaskConfig(Section):
 
 
 class EvalConfig(Section):
-    """What an evaluation does besides the greedy answer to each held-out row (`train.eval_every`)."""
+    """What an evaluation does besides a greedy answer to each held-out row (`train.eval_every`)."""
 
     samples: int = Field(
         0,
@@ -135,6 +136,4 @@ class EvalConfig(Section):
         min_length=1,
         description="k of pass@k over the samples, none above eval.samples; read if there are any",
     )
-    pass_reward: float = Field(
-        1.0, description="a sample passes with a reward of at least this"
-    )
+    pass_reward: float = Field(1.0, description="a sample passes with a reward of at least this")

@@ -58,12 +58,12 @@ def task_problems(task: TaskConfig) -> Iterator[Problem]:
 
 def _data_problems(task: TaskConfig) -> Iterator[Problem]:
     if task.kind in FILES and task.path is None:
-        what = "a folder or hub name of a data set" if task.kind == "dataset" else "a JSONL file"
+        where = "a folder or hub name" if task.kind == "dataset" else "a JSONL file of prompts"
         yield Problem(
             "task_without_data",
             ("task.kind", "task.path"),
             f'task.kind = "{task.kind}" needs task.path',
-            f"set it to {what} with questions",
+            f"set it to {where}",
         )
     if task.eval_split is not None and task.eval_path is not None:
         yield Problem(
@@ -102,7 +102,7 @@ def _reward_problems(task: TaskConfig) -> Iterator[Problem]:
             "task_without_function",
             ("task.kind", "task.function"),
             f'task.kind = "{task.kind}" needs task.function',
-            'set it to "module:name" or "file.py:name" (or task.rewards to several)',
+            'set it to "module:name" or "file.py:name"',
         )
     given, weights = len(task.rewards or ()), task.reward_weights
     if weights is not None and len(weights) != given:

@@ -96,8 +96,8 @@ _EVALUATION: tuple[Metric, ...] = (
     Metric(
         "eval/pass_at",
         "fraction",
-        "chance that one of k sampled answers has a reward of at least `eval.pass_reward`, "
-        "estimated without bias, by k: 1 - C(n - c, k) / C(n, k) for c of n samples, mean over rows",
+        "chance that one of k sampled answers has a reward of at least `eval.pass_reward`, by k: "
+        "without bias, 1 - C(n - c, k) / C(n, k) for c of n samples that pass; mean over rows",
         "mapping",
     ),
     Metric(
@@ -138,8 +138,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "reward/problems",
         "completions",
-        "completions whose reward could not be told and was taken as 0, by what was wrong: no answer "
-        "found, a time limit",
+        "completions trained on whose reward could not be told and was taken as 0, by what was "
+        "wrong: no answer found, a time limit",
         "mapping",
     ),
     # Evaluation

@@ -16,6 +16,7 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -65,7 +66,7 @@ def convert(gguf_file: Path, folder: Path) -> None:
     """
     if (folder / "config.json").exists():
         raise UsageError(f"{folder}: holds a model already; remove it, or name another folder")
-    names = {"gguf_file": gguf_file.name, "local_files_only": True}
+    names: dict[str, Any] = {"gguf_file": gguf_file.name, "local_files_only": True}
     tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, **names)
     read = LlamaForCausalLM.from_pretrained(gguf_file.parent, dtype=torch.float32, **names)
     # A fresh model: the one that was read remembers that it was quantised, and would not be saved.
@@ -75,7 +76,7 @@ def convert(gguf_file: Path, folder: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig(**facts, dtype="float32"))
     model.load_state_dict(read.state_dict())
     # Both end an answer: the first a turn, the second a document.
-    ends = tokenizer.convert_tokens_to_ids([END_OF_TURN, END_OF_TEXT])
+    ends: Any = tokenizer.convert_tokens_to_ids([END_OF_TURN, END_OF_TEXT])
     model.generation_config.eos_token_id = ends
     model.generation_config.pad_token_id = ends[0]
     model.save_pretrained(folder)

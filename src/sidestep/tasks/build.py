@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from sidestep.config import TaskConfig
 from sidestep.config.task_rules import BUILTIN_REWARDS, task_problems
@@ -13,6 +14,7 @@ from sidestep.tasks.chat import as_chat
 from sidestep.tasks.datasets_rows import load_dataset_split
 from sidestep.tasks.function import FunctionReward
 from sidestep.tasks.gym import Gym, GymReward, gym_split
+from sidestep.tasks.imports import load_function
 from sidestep.tasks.math_reward import MathReward
 from sidestep.tasks.math_rows import math_fields
 from sidestep.tasks.protocol import FullTask
@@ -30,7 +32,8 @@ def make_task(config: TaskConfig) -> FullTask:
     """
     for problem in task_problems(config):
         raise UsageError(problem.message)
-    answer_of = AnswerFinder(config.answer_regex)  # first: an expression costs nothing to check
+    answer_of = AnswerFinder(config.answer_regex)  # first what costs nothing to check
+    functions = _functions(config)
     gym = _gym(config) if config.kind == "reasoning_gym" else None
     split = _split(config, gym)
     split = replace(
@@ -40,8 +43,9 @@ def make_task(config: TaskConfig) -> FullTask:
     )
     rewards: list[Reward] = []
     try:
-        for name in config.reward_names:
-            rewards.append(_reward(name, config, split, answer_of, gym))
+        rewards.extend(
+            _reward(name, config, split, answer_of, gym, functions) for name in config.reward_names
+        )
         math = next((reward for reward in rewards if isinstance(reward, MathReward)), None)
         if math is not None:
             split = _without_unreadable(split, math)
@@ -88,8 +92,26 @@ def _gym(config: TaskConfig) -> Gym:
     return Gym({config.dataset: 1.0}, {config.dataset: config.options or {}})
 
 
+def _functions(config: TaskConfig) -> dict[str, Callable[..., Any]]:
+    """The reward functions by the names that the config gives them."""
+    key = "task.function" if config.function is not None else "task.rewards"
+    names = [name for name in config.reward_names if name not in BUILTIN_REWARDS]
+    for name in names:
+        if ":" not in name and key == "task.rewards":
+            raise UsageError(
+                f"{key} {name!r}: neither {', '.join(BUILTIN_REWARDS)} nor 'module:name' or "
+                f"'file.py:name'; name one of these"
+            )
+    return {name: load_function(key, name) for name in names}
+
+
 def _reward(
-    name: str, config: TaskConfig, split: Split, answer_of: AnswerFinder, gym: Gym | None
+    name: str,
+    config: TaskConfig,
+    split: Split,
+    answer_of: AnswerFinder,
+    gym: Gym | None,
+    functions: Mapping[str, Callable[..., Any]],
 ) -> Reward:
     match name:
         case "exact":
@@ -99,14 +121,13 @@ def _reward(
         case "reasoning_gym":
             assert gym is not None  # a rule
             return GymReward(gym, answer_of, config.reward_timeout_s)
-    key = "task.function" if config.function is not None else "task.rewards"
-    if ":" not in name and config.function is None:
-        raise UsageError(
-            f"task.rewards {name!r}: neither {', '.join(BUILTIN_REWARDS)} nor 'module:name' or "
-            f"'file.py:name'; name one of these"
-        )
-    rows = (*split.train, *split.held_out)
-    return FunctionReward(key, name, rows, config.reward_timeout_s)
+    return FunctionReward(
+        functions[name],
+        (*split.train, *split.held_out),
+        config.reward_timeout_s,
+        key="task.function" if config.function is not None else "task.rewards",
+        path=name,
+    )
 
 
 @dataclass(frozen=True, slots=True)

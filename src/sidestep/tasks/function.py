@@ -12,7 +12,6 @@ from typing import Any
 from sidestep.config.task_rules import reward_name
 from sidestep.errors import RewardError, UsageError
 from sidestep.tasks.calls import Raised, TimedOut, call
-from sidestep.tasks.imports import load_function
 from sidestep.tasks.rewards import Scores
 from sidestep.tasks.rows import shorten
 from sidestep.types import Example
@@ -42,21 +41,26 @@ class FunctionReward:
     "NAME: timed out"; a plain function that hangs then runs on beside later calls, because nothing
     can stop it.
 
-    key: of the config, for messages. rows: all of the task, whose columns are passed.
-    Raises UsageError for a function that cannot be loaded, or one that cannot be called with the
-    columns there are.
+    key: of the config, and path: its value, for messages. rows: all of the task, whose columns are
+    passed. Raises UsageError for a function that cannot be called with the columns there are.
     """
 
     def __init__(
-        self, key: str, path: str, rows: Sequence[Example], limit_s: float | None = None
+        self,
+        function: Callable[..., Any],
+        rows: Sequence[Example],
+        limit_s: float | None = None,
+        *,
+        key: str,
+        path: str,
     ) -> None:
         self.name = reward_name(path)
-        self._key, self._path, self._limit_s = key, path, limit_s
-        self._function = load_function(key, path)
+        self._function, self._limit_s = function, limit_s
+        self._key, self._path = key, path
         names = dict.fromkeys(name for row in rows for name in row.columns)
         self._columns = tuple(name for name in names if name not in NOT_PASSED)
         self._check_columns(rows)
-        _check_signature(key, path, self._function, self._columns)
+        _check_signature(key, path, function, self._columns)
         self._lock = threading.Lock()
         self._num_timeouts = 0  # in a row
 

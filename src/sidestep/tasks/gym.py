@@ -31,7 +31,9 @@ def load_gym() -> Any:
     try:
         import reasoning_gym
     except ImportError as error:
-        raise UsageError("reasoning-gym is needed here: pip install 'sidestep[reasoning]'") from error
+        raise UsageError(
+            "reasoning-gym is needed here: pip install 'sidestep[reasoning]'"
+        ) from error
     return reasoning_gym
 
 
@@ -42,7 +44,9 @@ class Gym:
     the nearest), or settings that the data set refuses.
     """
 
-    def __init__(self, names: Mapping[str, float], options: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(
+        self, names: Mapping[str, float], options: Mapping[str, Mapping[str, Any]]
+    ) -> None:
         self._library = load_gym()
         from reasoning_gym.factory import DATASETS
 
@@ -88,7 +92,7 @@ class Gym:
 
 
 def gym_split(gym: Gym, train_size: int | None, eval_size: int | None, seed: int | None) -> Split:
-    """Questions to train on and, of other seeds, those held out, which no setting of `seed` changes.
+    """Questions to train on and, of other seeds, those held out, which `seed` does not change.
 
     A question to train on that is also held out is left out and noticed: small data sets repeat
     themselves. Raises UsageError if none is left.
@@ -169,11 +173,12 @@ def _check_settings(name: str, settings: Any, config_class: Any) -> None:
 
 def _not_offered(name: str, offered: Mapping[str, Any]) -> UsageError:
     near = difflib.get_close_matches(name, offered, n=3, cutoff=0.5)
-    fix = f"did you mean {' or '.join(map(repr, near))}?" if near else (
-        "see reasoning_gym.factory.DATASETS for the names"
+    fix = (
+        f"did you mean {' or '.join(map(repr, near))}?"
+        if near
+        else ("see reasoning_gym.factory.DATASETS for the names")
     )
     return UsageError(
         f"task.dataset {name!r}: reasoning-gym offers {len(offered)} data sets and none of that "
         f"name; {fix}"
     )
-

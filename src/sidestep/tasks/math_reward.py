@@ -79,7 +79,7 @@ class MathWorker:
     def _start(self) -> subprocess.Popen[bytes]:
         if self._is_closed:
             raise RewardError("math-verify was asked after the run had ended")
-        self._stderr = tempfile.TemporaryFile()
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
         self._process = process = subprocess.Popen(
             [sys.executable, "-P", "-m", "sidestep.tasks.math_worker", str(self._limit_s)],
             stdin=subprocess.PIPE,
@@ -150,7 +150,8 @@ class MathReward:
 
     def score(self, examples: Sequence[Example], completions: Sequence[str]) -> Scores:
         verdicts = [
-            self._worker.ask(example.columns["answer"], completion) if completion.strip()
+            self._worker.ask(example.columns["answer"], completion)
+            if completion.strip()
             else NO_ANSWER
             for example, completion in zip(examples, completions, strict=True)
         ]

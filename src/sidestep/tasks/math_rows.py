@@ -1,4 +1,4 @@
-"""Rows of mathematics in the forms they are published in: questions and answers by several names."""
+"""Rows of mathematics in the forms they are published in."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from sidestep.types import Example
 
 QUESTION_FIELDS = ("problem", "question")
 """Besides `prompt` and `messages`; MATH and AIME have the first, GSM8K the second."""
+
+THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
 
 MARK = "####"  # GSM8K: the answer stands behind it, after the way to it
 
@@ -55,11 +57,11 @@ def _answer(where: tuple[str, str], row: Mapping[str, Any]) -> str:
     if not behind:
         raise fault(where, f"`answer` has nothing behind {MARK}", "write the right answer")
     # Commas between thousands: in LaTeX they would separate two numbers of a list.
-    return behind.replace(",", "") if re.fullmatch(r"-?\d{1,3}(,\d{3})+(\.\d+)?", behind) else behind
+    return behind.replace(",", "") if THOUSANDS.fullmatch(behind) else behind
 
 
 def last_boxed(solution: str) -> str | None:
-    """What stands in the last \\boxed{...} or \\fbox{...}, braces inside it counted; None if none."""
+    """What stands in the last \\boxed{...} or \\fbox{...}, braces inside counted; None if none."""
     starts = [match.end() for match in re.finditer(r"\\(?:boxed|fbox)\s*\{", solution)]
     if not starts:
         return None
@@ -78,5 +80,3 @@ def _lower_names(row: Mapping[str, Any]) -> dict[str, Any]:
         name.lower() if name.lower() in known and name.lower() not in row else name: value
         for name, value in row.items()
     }
-
-

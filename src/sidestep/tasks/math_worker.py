@@ -1,4 +1,6 @@
-"""The process in which math-verify compares answers: `python -m sidestep.tasks.math_worker LIMIT_S`.
+"""The process in which math-verify compares answers.
+
+    python -m sidestep.tasks.math_worker LIMIT_S
 
 In a process because SymPy can take for ever, and all memory, over a short formula such as
 9^(9^(9^9)), deep in code that no Python timeout stops. Each line of stdin is a JSON object `gold`

@@ -114,9 +114,7 @@ def plain_fields(*, needs_answer: bool) -> Fields:
     return partial(example_of_row, needs_answer=needs_answer)
 
 
-def example_of_row(
-    where: tuple[str, str], row: dict[str, Any], *, needs_answer: bool
-) -> Example:
+def example_of_row(where: tuple[str, str], row: dict[str, Any], *, needs_answer: bool) -> Example:
     """A row in the form of `plain_fields` as an Example."""
     given = [name for name in PROMPT_FIELDS if name in row]
     if not given:

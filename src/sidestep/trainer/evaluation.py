@@ -50,8 +50,8 @@ class Evaluation:
 
 
 class Evaluator:
-    """Asks held-out rows. Its requests are as large as the rollouts', take none of their places, and
-    their random numbers are of a stream of their own, the same at every version.
+    """Asks held-out rows. Its requests are as large as the rollouts', take none of their places and
+    have random numbers of their own, the same at every version.
     """
 
     def __init__(

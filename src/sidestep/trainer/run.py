@@ -4,8 +4,8 @@
                each of its requests waits for the engine
     train      waits for the next step's groups (put by a request); trains in a thread,
                publishes the weights, frees the places
-    evaluate   waits for train to ask (the run itself asks once, before the first step); samples with
-               a version that was pinned in the channel
+    evaluate   waits for train to ask (once, before the first step, the run itself has asked);
+               samples with a version that was pinned in the channel
     save       waits for train to hand over a copy of its state; writes it in a thread
 
                  +------------------- places freed -------------------+

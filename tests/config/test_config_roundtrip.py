@@ -35,7 +35,8 @@ def values_of(schema):
         value = st.booleans() | st.text() if values is True else values_of(values)
         return st.dictionaries(st.text(), value, max_size=3)
     if schema["type"] == "integer":
-        return st.integers(schema.get("minimum", -(2**40)), schema.get("exclusiveMaximum", 2**40))
+        below = schema.get("exclusiveMaximum", 2**40)
+        return st.integers(schema.get("minimum", -(2**40)), schema.get("maximum", below - 1))
     if schema["type"] == "number":
         return st.floats(
             min_value=schema.get("minimum", schema.get("exclusiveMinimum")),

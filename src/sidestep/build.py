@@ -51,7 +51,7 @@ from sidestep.run_folder import (
 )
 from sidestep.tasks.build import make_task
 from sidestep.tasks.prompts import encode_examples
-from sidestep.tasks.protocol import Task
+from sidestep.tasks.protocol import FullTask
 from sidestep.trainer.checkpoint import Checkpoint, complete_checkpoints, read_checkpoint
 from sidestep.trainer.run import Parts, Run
 from sidestep.trainer.step import Trainer
@@ -64,7 +64,7 @@ class Inputs:
 
     model_folder: Path
     tokenizer: Any
-    task: Task
+    task: FullTask
     prompts: Sequence[Prompt]
     held_out: Sequence[Prompt]
     device: torch.device
@@ -83,17 +83,18 @@ def train(config: RunConfig, run_dir: Path | str | None = None, *, resume: bool 
     run_dir = Path(run_dir) if run_dir else default_run_dir("run", datetime.now())
     (check_resumable if resume else check_new)(run_dir)
     inputs = check_inputs(config)
-    checkpoint = newest_checkpoint(run_dir) if resume else None
-    if checkpoint:
-        check_resume(config, load_config(run_dir / CONFIG_FILE), checkpoint)
-    # its bars would write into the live view
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    with only_writer(run_dir), writing_to(run_dir):
-        try:
-            _run_to_the_end(_train(config, run_dir, inputs, checkpoint))
-        finally:  # of a run that failed or was stopped too: that is when it is read most
-            if has_steps(run_dir):
-                write_report(run_dir)
+    with contextlib.closing(inputs.task):
+        checkpoint = newest_checkpoint(run_dir) if resume else None
+        if checkpoint:
+            check_resume(config, load_config(run_dir / CONFIG_FILE), checkpoint)
+        # its bars would write into the live view
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        with only_writer(run_dir), writing_to(run_dir):
+            try:
+                _run_to_the_end(_train(config, run_dir, inputs, checkpoint))
+            finally:  # of a run that failed or was stopped too: that is when it is read most
+                if has_steps(run_dir):
+                    write_report(run_dir)
     return run_dir
 
 
@@ -206,6 +207,8 @@ async def _train(
                     finished_steps=checkpoint.step if checkpoint else 0,
                 )
             )
+            for notice in inputs.task.notices:
+                progress.message(notice)
             parts = Parts(
                 config=config,
                 run_dir=run_dir,

@@ -11,14 +11,15 @@ from sidestep.config.schema import (
     ModelConfig,
     RolloutConfig,
     RunConfig,
-    TaskConfig,
     TrainConfig,
 )
+from sidestep.config.task import EvalConfig, TaskConfig
 
 __all__ = [
     "AlarmConfig",
     "ControlConfig",
     "EngineConfig",
+    "EvalConfig",
     "LossConfig",
     "ModelConfig",
     "RolloutConfig",

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from sidestep.diagnostics.events import EventFile
 from sidestep.diagnostics.jsonl import read_rows, replace_rows, to_line
-from sidestep.diagnostics.metrics import BY_NAME, GROUP_KEYS, KIND_IN_WORDS, Kind
+from sidestep.diagnostics.metrics import GROUP_KEYS, KIND_IN_WORDS, Kind, find_metric
 from sidestep.errors import UsageError
 from sidestep.run_folder import GROUPS_FILE, METRICS_FILE, TENSORBOARD_FOLDER
 
@@ -107,12 +107,13 @@ def _cut_groups(path: Path, resume_step: int) -> None:
 
 
 def _is_scalar(name: str, value: Any) -> bool:
-    return name != "step" and value is not None and BY_NAME[name].kind == "number"
+    metric = find_metric(name)
+    return name != "step" and value is not None and metric is not None and metric.kind == "number"
 
 
 def _checked(name: str, value: Any) -> Any:
     """The value as plain Python, or ValueError."""
-    metric = BY_NAME.get(name)
+    metric = find_metric(name)
     if metric is None or metric.kind == "names":
         raise ValueError(
             f"metric {name!r} is not one a run may record: add it to sidestep.diagnostics.metrics"

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from sidestep.diagnostics.metrics import EVALUATION
 from sidestep.losses import LagTable, OffPolicySums
 from sidestep.trainer.accounting import group_counts
+from sidestep.trainer.scoring import reward_metrics
 from sidestep.trainer.step import StepReport, mean_lag
 from sidestep.types import Group
 
@@ -96,13 +98,13 @@ def step_row(
         "learning_rate": report.learning_rate,
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
+        **reward_metrics(groups),
         "groups/equal_reward_fraction": statistics.fmean(
             len(set(group.rewards)) == 1 for group in groups
         ),
         "completion/length_mean": statistics.fmean(lengths),
         "completion/truncated_fraction": num_cut / len(completions),
-        "accuracy/eval": None,
-        "time/eval_s": None,
+        **dict.fromkeys(EVALUATION),
         "align/cosine": control and control.cosine,
         "align/cosine_applied": control and control.cosine_applied,
         "align/cosine_within_batch": last and last.cosine_within_batch,

@@ -7,13 +7,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 from sidestep.config import RunConfig
@@ -23,9 +24,11 @@ from sidestep.control.controller import GradientControl
 from sidestep.diagnostics.environment import environment_facts
 from sidestep.diagnostics.progress import Progress
 from sidestep.diagnostics.recorder import Recorder
+from sidestep.diagnostics.sinks import close_on_exit, open_sinks
 from sidestep.doctor import checked
 from sidestep.engines.channel import WeightChannel
 from sidestep.engines.embedded import EmbeddedEngine
+from sidestep.engines.protocol import Engine
 from sidestep.errors import CheckpointError, UsageError
 from sidestep.models.loading import (
     check_model,
@@ -52,6 +55,19 @@ from sidestep.types import Prompt
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where the parts of a run live. A study puts many runs into one process, and without a word.
+
+    engine, channel: called with the arguments of `EmbeddedEngine` and `WeightChannel`. console:
+    where progress is shown; None: standard output.
+    """
+
+    engine: Callable[..., Engine] = EmbeddedEngine
+    channel: Callable[[Path], WeightChannel] = WeightChannel
+    console: Console | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Inputs:
     """What a run reads, checked."""
 
@@ -63,7 +79,13 @@ class Inputs:
     device: torch.device
 
 
-def train(config: RunConfig, run_dir: Path | str | None = None, *, resume: bool = False) -> Path:
+def train(
+    config: RunConfig,
+    run_dir: Path | str | None = None,
+    *,
+    resume: bool = False,
+    place: Place | None = None,
+) -> Path:
     """Run `config` to its last step in the folder `run_dir`; returns the folder.
 
     Without `run_dir` a new folder runs/run-<time> is made.
@@ -80,7 +102,7 @@ def train(config: RunConfig, run_dir: Path | str | None = None, *, resume: bool 
     # its bars would write into the live view
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     with only_writer(run_dir):
-        asyncio.run(_train(config, run_dir, inputs, checkpoint))
+        asyncio.run(_train(config, run_dir, inputs, checkpoint, place or Place()))
     return run_dir
 
 
@@ -113,6 +135,8 @@ CHANGED_BY_RESUME = (
     "train.checkpoint_every",
     "train.keep_checkpoints",
     "rollout.timeout_s",
+    "log.sinks",
+    "log.project",
 )
 
 
@@ -147,13 +171,24 @@ def newest_checkpoint(run_dir: Path) -> Checkpoint:
 
 
 async def _train(
-    config: RunConfig, run_dir: Path, inputs: Inputs, checkpoint: Checkpoint | None
+    config: RunConfig, run_dir: Path, inputs: Inputs, checkpoint: Checkpoint | None, place: Place
 ) -> None:
     with contextlib.ExitStack() as stack:
-        channel = WeightChannel(run_dir / "weights")
+        # first: a sink that does not start should cost nobody's time
+        resume_step = checkpoint.step if checkpoint else None
+        sinks = open_sinks(
+            config.log.sink_names,
+            run_dir,
+            project=config.log.project,
+            config=config.model_dump(mode="json"),
+            resume_step=resume_step,
+        )
+        for sink in sinks:
+            stack.push(close_on_exit(sink))
+        channel = place.channel(run_dir / "weights")
         channel.clear()  # what a killed run left
         stack.callback(channel.close)
-        engine = EmbeddedEngine(
+        engine = place.engine(
             model_path=inputs.model_folder,
             channel=channel.folder,
             seed=config.seed,
@@ -170,12 +205,11 @@ async def _train(
             if not checkpoint:
                 facts = json.dumps(environment_facts(), indent=1)
                 (run_dir / "env.json").write_text(facts, encoding="utf-8")
-            recorder = stack.enter_context(
-                Recorder(run_dir, resume_step=checkpoint.step if checkpoint else None)
-            )
+            recorder = stack.enter_context(Recorder(run_dir, resume_step=resume_step, sinks=sinks))
             progress = stack.enter_context(
                 Progress(
                     config.train.steps,
+                    place.console,
                     target=str(run_dir),
                     finished_steps=checkpoint.step if checkpoint else 0,
                 )

@@ -7,6 +7,7 @@ from sidestep.config.loss import LossConfig
 from sidestep.config.schema import (
     ControlConfig,
     EngineConfig,
+    LogConfig,
     ModelConfig,
     RolloutConfig,
     RunConfig,
@@ -17,6 +18,7 @@ from sidestep.config.schema import (
 __all__ = [
     "ControlConfig",
     "EngineConfig",
+    "LogConfig",
     "LossConfig",
     "ModelConfig",
     "RolloutConfig",

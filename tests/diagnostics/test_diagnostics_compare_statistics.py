@@ -16,11 +16,15 @@ from sidestep.diagnostics.statistics import (
 
 
 def test_the_interval_of_two_values_is_exact():
-    # The four resamples have means 0, 0.5, 0.5, 1; the 2.5th percentile of these is interpolated.
+    # The resamples have means 0, 0.5, 0.5, 1; each outer one has a share of 25 %, above 2.5 %.
     found = interval([0.0, 1.0])
-    assert (found.mean, found.num, found.worst) == (0.5, 2, 0.0)
-    assert found.low == pytest.approx(0.5 * 0.025 * 3)
-    assert found.high == pytest.approx(1 - 0.5 * 0.025 * 3)
+    assert (found.mean, found.low, found.high, found.num, found.worst) == (0.5, 0.0, 1.0, 2, 0.0)
+
+
+def test_the_interval_of_four_values_leaves_out_what_is_rarer_than_its_tail():
+    found = interval([0.0, 0.0, 0.0, 1.0])
+    assert found.low == 0.0  # 81 of 256 resamples have no 1 at all
+    assert found.high == 0.75  # one has four, twelve have three: 5 % together
 
 
 def test_one_seed_has_no_interval():

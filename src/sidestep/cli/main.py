@@ -109,6 +109,20 @@ def report(
 
 
 @app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Two or more run folders.")],
+    out: Annotated[Path, typer.Option(metavar="FILE.html", help="The page to write.")] = Path(
+        "compare.html"
+    ),
+) -> None:
+    """Compare runs: a table here and one HTML file, with intervals over seeds."""
+    with exit_codes():
+        from sidestep.cli.compare import run_comparison
+
+        run_comparison(runs, out)
+
+
+@app.command()
 def simulate(
     lags: Annotated[
         str | None,

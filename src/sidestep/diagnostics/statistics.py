@@ -53,7 +53,10 @@ def interval(values: Sequence[float], *, level: float = LEVEL) -> Interval:
     if len(values) == 1:
         return Interval(centre, None, None, 1, values[0])
     tail = 100.0 * (1.0 - level) / 2.0
-    low, high = np.percentile(_resampled_means(values), [tail, 100.0 - tail])
+    means = _resampled_means(values)
+    # Between two resamples the outer one: the interval is too narrow already.
+    low = np.percentile(means, tail, method="lower")
+    high = np.percentile(means, 100.0 - tail, method="higher")
     return Interval(centre, float(low), float(high), len(values), min(values))
 
 

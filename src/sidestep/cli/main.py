@@ -123,6 +123,26 @@ def compare(
 
 
 @app.command()
+def study(
+    declaration: Annotated[Path, typer.Argument(metavar="STUDY.toml", help="A grid of runs.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Default: runs/study-<name>.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Cells at a time, one thread each. Default: one a core.")
+    ] = None,
+    report_only: Annotated[
+        bool, typer.Option("--report", help="Run nothing: report what is finished.")
+    ] = False,
+) -> None:
+    """Run a grid of runs, or go on with it, and report: tables and one HTML file."""
+    with exit_codes():
+        from sidestep.cli.study import run_study
+
+        run_study(declaration, out, workers, report_only)
+
+
+@app.command()
 def simulate(
     lags: Annotated[
         str | None,

@@ -119,19 +119,19 @@ def test_a_collapse_is_counted(write_run):
 
 def test_runs_of_different_tasks_are_refused_by_name(write_run):
     runs = [write_run("a", [0.5]), write_run("b", [0.5], task="jsonl")]
-    with pytest.raises(UsageError, match="a and .*b are of different tasks .task.kind = 'arith"):
+    with pytest.raises(UsageError, match=r"a and .*b are of different tasks .task.kind = 'arith"):
         compare(runs)
 
 
 def test_one_run_is_nothing_to_compare(write_run):
-    with pytest.raises(UsageError, match="give two or more .* sidestep report RUN"):
+    with pytest.raises(UsageError, match=r"give two or more .* sidestep report RUN"):
         compare([write_run("a", [0.5])])
 
 
 def test_a_folder_that_is_no_run_is_refused_by_name(write_run, tmp_path):
     run = write_run("a", [0.5])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match="no run folder at .*nowhere"):
+    with pytest.raises(UsageError, match=r"no run folder at .*nowhere"):
         compare([run, tmp_path / "nowhere"])
     with pytest.raises(UsageError, match=r"empty is not a run folder: it has no config\.toml"):
         compare([run, tmp_path / "empty"])

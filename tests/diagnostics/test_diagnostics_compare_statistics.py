@@ -76,7 +76,7 @@ def test_a_collapse_is_judged_on_the_smoothed_reward_and_has_to_last():
     high, low = [1.0] * 10, [0.0] * 10
     # The mean of four is under 0.5 from the third zero on.
     assert collapse_step(high + low, 4) == 12
-    assert collapse_step(high + [0.0] + high, 4) is None
+    assert collapse_step([*high, 0.0, *high], 4) is None
     assert collapse_step(high + [0.0] * 5, 4) is None  # down for three steps only
     assert collapse_step(high + [0.0] * 6, 4) == 12
 

@@ -39,24 +39,26 @@ class InProcessEngine:
         return self._server.version if self._server else -1
 
     async def start(self) -> None:
-        self._server = await asyncio.to_thread(EngineServer, self._settings)
+        """Nothing: the trainer loads its model now, and transformers cannot load two at once in two
+        threads (of tied weights one is then missing). The first call loads ours.
+        """
 
     async def load_weights(self, version: int) -> None:
         async with self._turn:
-            await asyncio.to_thread(self._started().load, version)
+            await asyncio.to_thread(lambda: self._ready().load(version))
 
     async def generate(
         self, requests: Sequence[GenerationRequest], sampling: Sampling, *, version: int | None
     ) -> Generation:
         call = pack_call(requests, sampling, version)
         async with self._turn:
-            answer = await asyncio.to_thread(self._started().handle, call)
+            answer = await asyncio.to_thread(lambda: self._ready().handle(call))
         return unpack_answer(answer, requests)
 
     async def close(self) -> None:
         self._server = None
 
-    def _started(self) -> EngineServer:
+    def _ready(self) -> EngineServer:
         if self._server is None:
-            raise RuntimeError("the engine was not started: await engine.start() first")
+            self._server = EngineServer(self._settings)
         return self._server

@@ -14,7 +14,14 @@ from sidestep.errors import UsageError
 
 Match = Literal["update_length", "skip_share", "lag"]
 # Sections of a run's config: {"control": {"mode": "off"}}.
-Sections = dict[str, Any]
+Sections = dict[str, dict[str, Any]]
+# Set by the study itself: axes, and what all its runs have in common.
+SET_BY_STUDY = (
+    "rollout.max_lag",
+    "train.learning_rate",
+    "train.checkpoint_every",
+    "log.sinks",
+)
 
 
 class Method(Section):
@@ -79,6 +86,16 @@ class Study(Section):
             raise ValueError(f"lags of baseline {self.baseline!r} lack 0, the synchronous run")
         for name, method in self.methods.items():
             _check_method(name, method, self)
+        layers = {"config": self.config}
+        layers |= {f"tasks.{name}.config": task.config for name, task in self.tasks.items()}
+        layers |= {f"methods.{name}.config": method.config for name, method in self.methods.items()}
+        for where, config in layers.items():
+            for section, values in config.items():
+                for key in values:
+                    if f"{section}.{key}" in SET_BY_STUDY:
+                        raise ValueError(
+                            f"{where}.{section}.{key} is set by the study: leave it out"
+                        )
         slugs = [slug(name) for name in (*self.methods, *self.tasks)]
         _distinct("names of methods and tasks (as folders)", slugs)
         return self

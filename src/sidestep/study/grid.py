@@ -149,8 +149,8 @@ def _explain(error: ValidationError) -> str:
     """The first thing that is wrong with a config, in one line."""
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"][:2])
-    if first["type"] == "extra_forbidden" or key not in KEYS:
-        return unknown_key(key)
     if first["type"] == "rule":
         return first["msg"]
+    if key not in KEYS:
+        return unknown_key(key)
     return f"{key} = {first['input']!r}: must be {allowed_values(key)}"

@@ -167,8 +167,8 @@ def _task(
 def _merit_caption(reference: Synchronous) -> str:
     return (
         "Gap: reward less the synchronous run's, seed by seed. Stability range: longest mean "
-        "update per sample of a run that reaches the target and does not collapse (0: none does). Samples "
-        f"to the target are capped at {CAP} times the synchronous run's "
+        "update per sample of a run that reaches the target and does not collapse (0: none does). "
+        f"Samples to the target are capped at {CAP} times the synchronous run's "
         f"({_short(reference.cap)}) or at the length of the run. Cost: time of loss, backward, "
         "control and optimizer as a multiple of the baseline's at the same place."
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 from sidestep.config import RunConfig
@@ -25,9 +26,11 @@ from sidestep.diagnostics.environment import environment_facts
 from sidestep.diagnostics.progress import Progress
 from sidestep.diagnostics.recorder import Recorder
 from sidestep.diagnostics.report import write_report
+from sidestep.diagnostics.sinks import close_on_exit, open_sinks
 from sidestep.doctor import checked
 from sidestep.engines.channel import WeightChannel
 from sidestep.engines.embedded import EmbeddedEngine
+from sidestep.engines.protocol import Engine
 from sidestep.errors import CheckpointError, UsageError
 from sidestep.models.loading import (
     check_model,
@@ -59,6 +62,20 @@ from sidestep.types import Prompt
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where the parts of a run live. A study puts many runs into one process, and without a word.
+
+    engine, channel: called with the arguments of `EmbeddedEngine` and `WeightChannel`. console:
+    where progress is shown; None: standard output. report: write report.html.
+    """
+
+    engine: Callable[..., Engine] = EmbeddedEngine
+    channel: Callable[[Path], WeightChannel] = WeightChannel
+    console: Console | None = None
+    report: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Inputs:
     """What a run reads, checked."""
 
@@ -70,7 +87,13 @@ class Inputs:
     device: torch.device
 
 
-def train(config: RunConfig, run_dir: Path | str | None = None, *, resume: bool = False) -> Path:
+def train(
+    config: RunConfig,
+    run_dir: Path | str | None = None,
+    *,
+    resume: bool = False,
+    place: Place | None = None,
+) -> Path:
     """Run `config` to its last step in the folder `run_dir`; returns the folder.
 
     Without `run_dir` a new folder runs/run-<time> is made.
@@ -83,6 +106,7 @@ def train(config: RunConfig, run_dir: Path | str | None = None, *, resume: bool 
     run_dir = Path(run_dir) if run_dir else default_run_dir("run", datetime.now())
     (check_resumable if resume else check_new)(run_dir)
     inputs = check_inputs(config)
+    place = place or Place()
     with contextlib.closing(inputs.task):
         checkpoint = newest_checkpoint(run_dir) if resume else None
         if checkpoint:
@@ -91,9 +115,9 @@ def train(config: RunConfig, run_dir: Path | str | None = None, *, resume: bool 
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         with only_writer(run_dir), writing_to(run_dir):
             try:
-                _run_to_the_end(_train(config, run_dir, inputs, checkpoint))
+                _run_to_the_end(_train(config, run_dir, inputs, checkpoint, place))
             finally:  # of a run that failed or was stopped too: that is when it is read most
-                if has_steps(run_dir):
+                if place.report and has_steps(run_dir):
                     write_report(run_dir)
     return run_dir
 
@@ -138,6 +162,8 @@ CHANGED_BY_RESUME = (
     "train.checkpoint_every",
     "train.keep_checkpoints",
     "rollout.timeout_s",
+    "log.sinks",
+    "log.project",
 )
 # Sections that a resumed run may change whole.
 WATCHING = ("control", "alarm")
@@ -174,13 +200,24 @@ def newest_checkpoint(run_dir: Path) -> Checkpoint:
 
 
 async def _train(
-    config: RunConfig, run_dir: Path, inputs: Inputs, checkpoint: Checkpoint | None
+    config: RunConfig, run_dir: Path, inputs: Inputs, checkpoint: Checkpoint | None, place: Place
 ) -> None:
     with contextlib.ExitStack() as stack:
-        channel = WeightChannel(run_dir / "weights")
+        # first: a sink that does not start should cost nobody's time
+        resume_step = checkpoint.step if checkpoint else None
+        sinks = open_sinks(
+            config.log.sink_names,
+            run_dir,
+            project=config.log.project,
+            config=config.model_dump(mode="json"),
+            resume_step=resume_step,
+        )
+        for sink in sinks:
+            stack.push(close_on_exit(sink))
+        channel = place.channel(run_dir / "weights")
         channel.clear()  # what a killed run left
         stack.callback(channel.close)
-        engine = EmbeddedEngine(
+        engine = place.engine(
             model_path=inputs.model_folder,
             channel=channel.folder,
             seed=config.seed,
@@ -197,12 +234,11 @@ async def _train(
             if not checkpoint:
                 facts = json.dumps(environment_facts(), indent=1)
                 (run_dir / ENVIRONMENT_FILE).write_text(facts, encoding="utf-8")
-            recorder = stack.enter_context(
-                Recorder(run_dir, resume_step=checkpoint.step if checkpoint else None)
-            )
+            recorder = stack.enter_context(Recorder(run_dir, resume_step=resume_step, sinks=sinks))
             progress = stack.enter_context(
                 Progress(
                     config.train.steps,
+                    place.console,
                     target=str(run_dir),
                     finished_steps=checkpoint.step if checkpoint else 0,
                 )

@@ -108,7 +108,7 @@ def test_an_override_is_toml_or_else_text(override, section, key, value):
         (
             "[zz]\n",
             "recipe.toml:1: unknown config section [zz] (sections: model, task, engine, rollout, "
-            "train, eval, loss, control, alarm)",
+            "train, eval, loss, control, alarm, log)",
         ),
         (
             "# one\nrollout = 3\n",
@@ -218,7 +218,7 @@ def test_a_bad_recipe_is_refused_with_its_line_and_the_fix(recipe, text, message
         (
             "seed.x=5",
             "--set: unknown config key 'seed.x' (sections: model, task, engine, rollout, train, "
-            "eval, loss, control, alarm)",
+            "eval, loss, control, alarm, log)",
         ),
     ],
 )

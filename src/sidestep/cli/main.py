@@ -109,6 +109,40 @@ def report(
 
 
 @app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Two or more run folders.")],
+    out: Annotated[Path, typer.Option(metavar="FILE.html", help="The page to write.")] = Path(
+        "compare.html"
+    ),
+) -> None:
+    """Compare runs: a table here and one HTML file, with intervals over seeds."""
+    with exit_codes():
+        from sidestep.cli.compare import run_comparison
+
+        run_comparison(runs, out)
+
+
+@app.command()
+def study(
+    declaration: Annotated[Path, typer.Argument(metavar="STUDY.toml", help="A grid of runs.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Default: runs/study-<name>.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Cells at a time, one thread each. Default: one a core.")
+    ] = None,
+    report_only: Annotated[
+        bool, typer.Option("--report", help="Run nothing: report what is finished.")
+    ] = False,
+) -> None:
+    """Run a grid of runs, or go on with it, and report: tables and one HTML file."""
+    with exit_codes():
+        from sidestep.cli.study import run_study
+
+        run_study(declaration, out, workers, report_only)
+
+
+@app.command()
 def simulate(
     lags: Annotated[
         str | None,

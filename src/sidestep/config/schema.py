@@ -102,6 +102,12 @@ class TrainConfig(Section):
         description="multiply the learning rate of a step by the square root of its effective "
         "sample size, as a share of the sequences (VCPO)",
     )
+    skip_share: float = Field(
+        0.0,
+        ge=0.0,
+        le=1.0,
+        description="share of the steps that is skipped at random: a rival for studies of control",
+    )
     weight_decay: float = Field(0.0, ge=0.0)
     # Not strict: TOML has lists, no tuples.
     betas: tuple[Beta, Beta] = Field((0.9, 0.999), strict=False)
@@ -172,6 +178,25 @@ class AlarmConfig(Section):
     patience: int = Field(40, ge=1, description="aligned steps in a row that ring the alarm alone")
 
 
+Sink = Literal["tensorboard", "wandb", "trackio", "mlflow"]
+# Not strict: TOML has lists, no tuples.
+Sinks = Annotated[tuple[Sink, ...], Field(strict=False, min_length=0)]
+
+
+class LogConfig(Section):
+    """Where the numbers of metrics.jsonl go besides: docs/metrics.md has their names."""
+
+    sinks: Sink | Sinks = Field(
+        ("tensorboard",), description="one or several; an empty list: metrics.jsonl alone"
+    )
+    project: str = Field("sidestep", description="project (wandb, trackio) or experiment (mlflow)")
+
+    @property
+    def sink_names(self) -> tuple[str, ...]:
+        """The sinks by name, each once."""
+        return (self.sinks,) if isinstance(self.sinks, str) else tuple(dict.fromkeys(self.sinks))
+
+
 class RunConfig(Section):
     """One run."""
 
@@ -185,6 +210,7 @@ class RunConfig(Section):
     loss: LossConfig = LossConfig()
     control: ControlConfig = ControlConfig()
     alarm: AlarmConfig = AlarmConfig()
+    log: LogConfig = LogConfig()
 
     @model_validator(mode="after")
     def _keep_the_rules(self, info: ValidationInfo) -> Self:

@@ -40,7 +40,8 @@ class EventFile:
         summary = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=summary)))
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
+        """`failed` is for sinks that show it; an event file has no place for it."""
         self._records.close()
 
     def _write(self, event: Event) -> None:

@@ -1,9 +1,9 @@
-"""What a run writes down while it goes: metrics.jsonl, groups.jsonl and TensorBoard event files."""
+"""What a run writes down while it goes: metrics.jsonl, groups.jsonl and its sinks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Self
@@ -11,6 +11,7 @@ from typing import Any, Self
 from sidestep.diagnostics.events import EventFile
 from sidestep.diagnostics.jsonl import read_rows, replace_rows, to_line
 from sidestep.diagnostics.metrics import GROUP_KEYS, KIND_IN_WORDS, Kind, find_metric
+from sidestep.diagnostics.sinks import Sink
 from sidestep.errors import UsageError
 from sidestep.run_folder import GROUPS_FILE, METRICS_FILE, TENSORBOARD_FOLDER
 
@@ -23,9 +24,16 @@ class Recorder:
     `resume_step`, the number of steps that are finished and will not be redone, rows of that step
     and later ones are removed first, from groups.jsonl also the dropped groups admitted after the
     last one that is kept: all these will be written again.
+
+    sinks: open ones, which the recorder closes; None: TensorBoard event files.
     """
 
-    def __init__(self, run_dir: Path | str, resume_step: int | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path | str,
+        resume_step: int | None = None,
+        sinks: Sequence[Sink] | None = None,
+    ) -> None:
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         metrics_path, groups_path = run_dir / METRICS_FILE, run_dir / GROUPS_FILE
@@ -39,14 +47,16 @@ class Recorder:
         self._next_step = resume_step or 0
         self._metrics = metrics_path.open("a", encoding="utf-8", newline="\n")
         self._groups = groups_path.open("a", encoding="utf-8", newline="\n")
-        self._events = EventFile(run_dir / TENSORBOARD_FOLDER, purge_step=resume_step)
+        if sinks is None:
+            sinks = [EventFile(run_dir / TENSORBOARD_FOLDER, purge_step=resume_step)]
+        self._sinks = sinks
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """Append the row of one finished step; `metrics["step"]` counts from 0 without gaps.
 
         Names must be in the metrics table. A value is of the kind the table says, or None. NaN and
         infinity do not exist in JSON: they are written as null and their names are listed under
-        "not_finite"; TensorBoard gets them as they are. Raises ValueError, before anything is
+        "not_finite"; sinks get them as they are. Raises ValueError, before anything is
         written, naming the metric and the value.
         """
         row = {name: _checked(name, value) for name, value in metrics.items()}
@@ -62,7 +72,8 @@ class Recorder:
             written["not_finite"] = not_finite
         self._metrics.write(to_line(written))
         self._metrics.flush()
-        self._events.scalars(self._next_step, scalars)
+        for sink in self._sinks:
+            sink.scalars(self._next_step, scalars)
         self._next_step += 1
 
     def groups(self, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -78,17 +89,18 @@ class Recorder:
         self._groups.writelines(lines)
         self._groups.flush()
 
-    def close(self) -> None:
-        """Close the files. Safe to call twice."""
+    def close(self, failed: bool = False) -> None:
+        """Close files and sinks; `failed` is what sinks show. Safe to call twice."""
         self._metrics.close()
         self._groups.close()
-        self._events.close()
+        for sink in self._sinks:
+            sink.close(failed)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        self.close(failed=exception[0] is not None)
 
 
 def _cut_metrics(path: Path, resume_step: int) -> None:

@@ -45,6 +45,7 @@ from sidestep.trainer.parts import (
     mini_batches,
     to_device,
 )
+from sidestep.trainer.random_skip import is_skipped, skip_record
 from sidestep.trainer.reference_model import reference_model
 from sidestep.trainer.schedule import learning_rate_at
 from sidestep.types import Batch, Group
@@ -232,7 +233,9 @@ class Trainer:
         if self.config.train.ess_learning_rate:
             learning_rate *= ess_learning_rate_factor(total.sequences.ess)
         advanced, record = False, None
-        if denominators.num_tokens > 0:
+        if is_skipped(self.config.train.skip_share, self.config.seed, step):
+            record = skip_record(step)
+        elif denominators.num_tokens > 0:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
             self.handle.note(

@@ -66,3 +66,7 @@ def __getattr__(name: str) -> Any:
         # A run has two processes; torch reads the variables once, when it is imported.
         set_thread_environment()
     return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -7,7 +7,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -23,6 +24,7 @@ from sidestep.control.controller import GradientControl
 from sidestep.diagnostics.environment import environment_facts
 from sidestep.diagnostics.progress import Progress
 from sidestep.diagnostics.recorder import Recorder
+from sidestep.diagnostics.report import write_report
 from sidestep.doctor import checked
 from sidestep.engines.channel import WeightChannel
 from sidestep.engines.embedded import EmbeddedEngine
@@ -36,15 +38,20 @@ from sidestep.models.loading import (
 )
 from sidestep.models.loading import load_config as load_model_config
 from sidestep.run_folder import (
+    CHECKPOINTS_FOLDER,
     CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    FINAL_FOLDER,
     check_new,
     check_resumable,
     default_run_dir,
+    has_steps,
     only_writer,
+    writing_to,
 )
 from sidestep.tasks.build import make_task
 from sidestep.tasks.prompts import encode_examples
-from sidestep.tasks.protocol import Task
+from sidestep.tasks.protocol import FullTask
 from sidestep.trainer.checkpoint import Checkpoint, complete_checkpoints, read_checkpoint
 from sidestep.trainer.run import Parts, Run
 from sidestep.trainer.step import Trainer
@@ -57,7 +64,7 @@ class Inputs:
 
     model_folder: Path
     tokenizer: Any
-    task: Task
+    task: FullTask
     prompts: Sequence[Prompt]
     held_out: Sequence[Prompt]
     device: torch.device
@@ -67,21 +74,39 @@ def train(config: RunConfig, run_dir: Path | str | None = None, *, resume: bool 
     """Run `config` to its last step in the folder `run_dir`; returns the folder.
 
     Without `run_dir` a new folder runs/run-<time> is made.
-    With `resume` the run goes on from its newest complete checkpoint. Raises UsageError before any
+    With `resume` the run goes on from its newest complete checkpoint. The folder holds a report
+    when this ends, however it ends. Works in a notebook too; stopping on Ctrl-C with a checkpoint
+    is for the main thread of a script. Raises UsageError before any
     work for wrong input, Interrupted after a stop on request, another SidestepError if the run
     fails.
     """
     run_dir = Path(run_dir) if run_dir else default_run_dir("run", datetime.now())
     (check_resumable if resume else check_new)(run_dir)
     inputs = check_inputs(config)
-    checkpoint = newest_checkpoint(run_dir) if resume else None
-    if checkpoint:
-        check_resume(config, load_config(run_dir / CONFIG_FILE), checkpoint)
-    # its bars would write into the live view
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    with only_writer(run_dir):
-        asyncio.run(_train(config, run_dir, inputs, checkpoint))
+    with contextlib.closing(inputs.task):
+        checkpoint = newest_checkpoint(run_dir) if resume else None
+        if checkpoint:
+            check_resume(config, load_config(run_dir / CONFIG_FILE), checkpoint)
+        # its bars would write into the live view
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        with only_writer(run_dir), writing_to(run_dir):
+            try:
+                _run_to_the_end(_train(config, run_dir, inputs, checkpoint))
+            finally:  # of a run that failed or was stopped too: that is when it is read most
+                if has_steps(run_dir):
+                    write_report(run_dir)
     return run_dir
+
+
+def _run_to_the_end(run: Coroutine[Any, Any, None]) -> None:
+    """asyncio.run, which a notebook cannot call where its own event loop runs."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(run)
+    else:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(asyncio.run, run).result()
 
 
 def check_inputs(config: RunConfig) -> Inputs:
@@ -114,6 +139,8 @@ CHANGED_BY_RESUME = (
     "train.keep_checkpoints",
     "rollout.timeout_s",
 )
+# Sections that a resumed run may change whole.
+WATCHING = ("control", "alarm")
 
 
 def check_resume(config: RunConfig, stored: RunConfig, checkpoint: Checkpoint) -> None:
@@ -122,10 +149,10 @@ def check_resume(config: RunConfig, stored: RunConfig, checkpoint: Checkpoint) -
     for section, keys in new.items():
         for name, value in keys.items() if isinstance(keys, dict) else ():
             before, dotted = old[section][name], f"{section}.{name}"
-            if value != before and dotted not in CHANGED_BY_RESUME and section != "control":
+            if value != before and dotted not in CHANGED_BY_RESUME and section not in WATCHING:
                 raise UsageError(
                     f"--set {dotted}={value}: a resumed run keeps {dotted} = {before}; "
-                    f"only {', '.join(CHANGED_BY_RESUME)} and control.* can change"
+                    f"only {', '.join(CHANGED_BY_RESUME)}, control.* and alarm.* can change"
                 )
     if config.seed != stored.seed:
         raise UsageError(f"--set seed={config.seed}: a resumed run keeps seed = {stored.seed}")
@@ -137,7 +164,7 @@ def check_resume(config: RunConfig, stored: RunConfig, checkpoint: Checkpoint) -
 
 def newest_checkpoint(run_dir: Path) -> Checkpoint:
     """The newest complete checkpoint of a run. Raises CheckpointError where there is none."""
-    folders = complete_checkpoints(run_dir / "checkpoints")
+    folders = complete_checkpoints(run_dir / CHECKPOINTS_FOLDER)
     if not folders:
         raise CheckpointError(
             f"{run_dir / 'checkpoints'} holds no complete checkpoint: the run ended before "
@@ -169,7 +196,7 @@ async def _train(
             (run_dir / CONFIG_FILE).write_text(to_toml(config), encoding="utf-8")
             if not checkpoint:
                 facts = json.dumps(environment_facts(), indent=1)
-                (run_dir / "env.json").write_text(facts, encoding="utf-8")
+                (run_dir / ENVIRONMENT_FILE).write_text(facts, encoding="utf-8")
             recorder = stack.enter_context(
                 Recorder(run_dir, resume_step=checkpoint.step if checkpoint else None)
             )
@@ -180,6 +207,8 @@ async def _train(
                     finished_steps=checkpoint.step if checkpoint else 0,
                 )
             )
+            for notice in inputs.task.notices:
+                progress.message(notice)
             parts = Parts(
                 config=config,
                 run_dir=run_dir,
@@ -197,8 +226,8 @@ async def _train(
         finally:
             starting.cancel()
             await engine.close()
-    trainer.model.save_pretrained(run_dir / "final")
-    inputs.tokenizer.save_pretrained(run_dir / "final")
+    trainer.model.save_pretrained(run_dir / FINAL_FOLDER)
+    inputs.tokenizer.save_pretrained(run_dir / FINAL_FOLDER)
 
 
 def build_trainer(config: RunConfig, inputs: Inputs, checkpoint: Checkpoint | None) -> Trainer:

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
-from sidestep.errors import UsageError
+from safetensors import SafetensorError
+
+from sidestep.errors import SidestepError, UsageError
 
 CONFIG_FILE = "config.toml"
+ENVIRONMENT_FILE = "env.json"
 METRICS_FILE = "metrics.jsonl"
+GROUPS_FILE = "groups.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+CHECKPOINTS_FOLDER = "checkpoints"
+FINAL_FOLDER = "final"
+REPORT_FILE = "report.html"
 LOCK_FILE = ".lock"
+
+# A disk that takes no more: full, over quota, a limit on the size of files, read-only, broken.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def default_run_dir(recipe: str, now: datetime) -> Path:
@@ -22,7 +34,14 @@ def default_run_dir(recipe: str, now: datetime) -> Path:
 
 def holds_run(run_dir: Path) -> bool:
     """Whether a run was started in `run_dir`."""
-    return any((run_dir / name).exists() for name in (CONFIG_FILE, METRICS_FILE, "checkpoints"))
+    traces = CONFIG_FILE, METRICS_FILE, CHECKPOINTS_FOLDER
+    return any((run_dir / name).exists() for name in traces)
+
+
+def has_steps(run_dir: Path) -> bool:
+    """Whether a step of a run in `run_dir` is over."""
+    metrics = run_dir / METRICS_FILE
+    return metrics.is_file() and metrics.stat().st_size > 0
 
 
 @contextmanager
@@ -71,3 +90,25 @@ def check_resumable(run_dir: Path) -> None:
             f"{run_dir}: holds no run to resume (no {CONFIG_FILE}): "
             f"check --run-dir, or leave out --resume to start a run there"
         )
+
+
+@contextmanager
+def writing_to(run_dir: Path) -> Iterator[None]:
+    """Turn the errors of a disk that takes no more into a SidestepError of one line."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        raise _disk_error(run_dir, str(error)) from error
+    except SafetensorError as error:  # knows the number only in words
+        if not any(f"(os error {number})" in str(error) for number in DISK_ERRORS):
+            raise
+        raise _disk_error(run_dir, str(error)) from error
+
+
+def _disk_error(run_dir: Path, problem: str) -> SidestepError:
+    return SidestepError(
+        f"--run-dir {run_dir}: could not be written to the end ({problem}): make room, then go on "
+        f"from the newest checkpoint with --resume"
+    )

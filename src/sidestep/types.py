@@ -80,6 +80,8 @@ class Group:
     """The completions of one prompt.
 
     index: its admission index, 0 for the first group a run admitted.
+    reward_parts: by the name of each reward, its values before weighting, one per completion.
+    problems: one per completion: why its reward could not be told; "" if nothing was wrong.
     generate_s: seconds the engine spent on the request that produced it, divided by the groups of
         that request.
     """
@@ -89,6 +91,8 @@ class Group:
     completions: tuple[Completion, ...]
     rewards: tuple[float, ...] = ()
     generate_s: float = 0.0
+    reward_parts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
 
     @property
     def oldest_version(self) -> int:

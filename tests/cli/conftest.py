@@ -3,22 +3,30 @@ from types import ModuleType
 
 import pytest
 
+from sidestep.config.writing import to_toml
+from sidestep.diagnostics.recorder import Recorder
+
 
 class FakeRun:
-    """Stands for `sidestep.build` and the report: notes what the command asks for."""
+    """Stands for `sidestep.build`: notes what the command asks for, and leaves rows if told so."""
 
     def __init__(self) -> None:
         self.calls = []
+        self.rows = []
         self.error = None
 
-    def train(self, config, run_dir, *, resume=False, progress=True):
+    def train(self, config, run_dir, *, resume=False):
         self.calls.append((config, run_dir, resume))
+        if self.rows:
+            run_dir.mkdir(parents=True)
+            (run_dir / "config.toml").write_text(to_toml(config))
+            (run_dir / "env.json").write_text("{}")
+            with Recorder(run_dir) as recorder:
+                for step, row in enumerate(self.rows):
+                    recorder.step({"step": step, **row})
         if self.error is not None:
             raise self.error
         return run_dir
-
-    def write_report(self, run_dir):
-        return run_dir / "report.html"
 
 
 @pytest.fixture
@@ -27,10 +35,7 @@ def fake_run(monkeypatch, tmp_path):
     run = FakeRun()
     build = ModuleType("sidestep.build")
     build.train = run.train
-    report = ModuleType("sidestep.diagnostics.report")
-    report.write_report = run.write_report
     monkeypatch.setitem(sys.modules, "sidestep.build", build)
-    monkeypatch.setitem(sys.modules, "sidestep.diagnostics.report", report)
     monkeypatch.chdir(tmp_path)
     # main() would set them for the whole test process.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -1,5 +1,7 @@
 """Exit codes: 0 done, 1 failed, 2 wrong use, 130 interrupted; the last line of stderr says why."""
 
+from pathlib import Path
+
 import pytest
 
 from sidestep.errors import (
@@ -17,7 +19,7 @@ from sidestep.errors import (
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (UsageError("model.path = 'x': no such folder"), 2),
+        (UsageError("x: no such folder"), 2),
         (Interrupted("interrupted after step 3: resume with --resume"), 130),
         (EngineError("engine died"), 1),
         (RewardError("reward of prompt 4"), 1),
@@ -70,5 +72,8 @@ def test_a_command_line_that_cannot_be_parsed_is_2_and_ends_with_the_reason(
     assert err.splitlines()[-1].startswith(last_line)
 
 
-def test_report_prints_where_it_is(sidestep):
+def test_report_prints_where_it_is(sidestep, fake_run):
+    fake_run.rows = [{"reward/mean": 0.5}]
+    sidestep("train", "--run-dir", "runs/a")
     assert sidestep("report", "runs/a") == (0, "runs/a/report.html\n", "")
+    assert Path("runs/a/report.html").is_file()

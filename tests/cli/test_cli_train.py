@@ -9,6 +9,7 @@ from sidestep.config import RunConfig
 from sidestep.config.loading import load_config
 from sidestep.config.recipes import find_recipe
 from sidestep.config.writing import to_toml
+from sidestep.errors import EngineError, UsageError
 
 
 def test_without_arguments_the_packaged_quickstart_runs_in_a_new_dated_folder(sidestep, fake_run):
@@ -17,7 +18,52 @@ def test_without_arguments_the_packaged_quickstart_runs_in_a_new_dated_folder(si
     assert (code, err, resume) == (0, "", False)
     assert config == load_config(find_recipe("quickstart"))
     assert re.fullmatch(r"runs/quickstart-\d{8}-\d{6}", str(run_dir))
-    assert out == f"run folder: {run_dir}\nreport: {run_dir}/report.html\n"
+    assert out == ""  # no step, nothing to tell
+
+
+def test_at_the_end_stands_what_the_run_came_to_and_where_it_is(sidestep, fake_run):
+    fake_run.rows = [{"reward/mean": reward, "align/regime": "pass"} for reward in (0.25, 0.75)]
+    code, out, err = sidestep("train", "quickstart", "--run-dir", "a", "--set", "train.steps=2")
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        "2 of 2 steps, reward 0.25 \N{RIGHTWARDS ARROW} 0.75, 0 skipped",
+        "run folder: a",
+        "report: a/report.html",
+    ]
+
+
+def test_a_run_that_failed_tells_the_same_and_its_error_last(sidestep, fake_run):
+    fake_run.rows = [{"reward/mean": 0.5, "alarm/level": "alarm", "alarm/reason": "x"}]
+    fake_run.error = EngineError("the engine died")
+    code, out, err = sidestep("train", "sync", "--run-dir", "a")
+    assert code == 1
+    assert "1 of 200 steps" in out and "alarm in 1 steps" in out and "report: a/" in out
+    assert err.splitlines()[-1] == "the engine died"
+
+
+def test_groups_that_teach_nothing_are_told(sidestep, fake_run):
+    fake_run.rows = [{"reward/mean": 0.0, "groups/equal_reward_fraction": 1.0}]
+    _, _, err = sidestep("train", "sync", "--run-dir", "a")
+    assert "100% of the groups of the last tenth all rewards are equal" in err
+
+
+@pytest.mark.parametrize(
+    ("message", "overrides", "place"),
+    [
+        ("task.path 'no.jsonl': no such file", [], "mine.toml:3: "),
+        ("task.path 'no.jsonl': no such file", ["task.path=no.jsonl"], "--set: "),
+        ("model.path 'packaged': odd", [], ""),  # a default stands nowhere
+        ("rows.jsonl:3: not JSON", [], ""),
+    ],
+)
+def test_what_is_found_wrong_later_also_says_where_it_was_written(
+    sidestep, fake_run, message, overrides, place
+):
+    Path("mine.toml").write_text("# mine\n[task]\npath = 'no.jsonl'\nkind = 'jsonl'\n")
+    fake_run.error = UsageError(message)
+    arguments = [part for key in overrides for part in ("--set", key)]
+    code, _, err = sidestep("train", "mine.toml", *arguments)
+    assert (code, err) == (2, f"{place}{message}\n")
 
 
 def test_a_recipe_its_overrides_and_the_run_folder_reach_the_run(sidestep, fake_run):

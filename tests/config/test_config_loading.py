@@ -108,7 +108,7 @@ def test_an_override_is_toml_or_else_text(override, section, key, value):
         (
             "[zz]\n",
             "recipe.toml:1: unknown config section [zz] (sections: model, task, engine, rollout, "
-            "train, loss, control)",
+            "train, eval, loss, control, alarm)",
         ),
         (
             "# one\nrollout = 3\n",
@@ -218,9 +218,8 @@ def test_a_bad_recipe_is_refused_with_its_line_and_the_fix(recipe, text, message
         (
             "seed.x=5",
             "--set: unknown config key 'seed.x' (sections: model, task, engine, rollout, train, "
-            "loss, control)",
+            "eval, loss, control, alarm)",
         ),
-        ("train.steps=", '--set: train.steps = "": must be an integer of at least 1'),
     ],
 )
 def test_a_bad_override_is_refused_by_name(override, message):
@@ -256,8 +255,33 @@ def test_a_file_that_cannot_be_read_as_text_is_named(recipe, tmp_path):
     ],
 )
 def test_the_line_of_a_key_is_found_however_the_key_is_written(text, line):
-    assert line_of(text, "rollout.max_lag") == line
+    assert line_of(text, "rollout", "max_lag") == line
 
 
 def test_the_line_of_a_value_over_several_lines_is_its_first():
-    assert line_of(RECIPE, "train.betas") == 10
+    assert line_of(RECIPE, "train", "betas") == 10
+
+
+def test_an_empty_override_gives_a_key_its_default_back(recipe):
+    path = recipe("seed = 4\n[train]\nmax_norm = 1.0\nsteps = 30\n")
+    config = load_config(path, ["train.max_norm=", "seed=", "rollout.max_lag="])
+    expected = RunConfig().model_copy(
+        update={"train": RunConfig().train.model_copy(update={"steps": 30})}
+    )
+    assert config == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('"train.steps" = 5', '"train.steps" in quotes is one word: write train.steps without'),
+        ('seed = 1\n[train]\n"rollout.max_lag" = 5', "unknown config key 'train.rollout.max_lag'"),
+        ('[train]\n"steps " = 5', "unknown config key 'train.steps '"),
+        ("seed = " + "9" * 5000, "not TOML that can be read"),
+        ("seed = " + "[" * 5000 + "]" * 5000, "not TOML that can be read"),
+    ],
+)
+def test_very_odd_toml_is_refused_in_one_line(recipe, text, message):
+    refused = refusal(recipe(text))
+    assert message in refused and len(refused.splitlines()) == 1
+    assert refused.startswith("recipe.toml")

@@ -9,7 +9,15 @@ from sidestep.config.loading import load_config
 from sidestep.config.recipes import find_recipe, recipes_dir
 from sidestep.errors import UsageError
 
-NAMES = ["naive-async", "naive-async-controlled", "quickstart", "sync"]
+NAMES = [
+    "math",
+    "naive-async",
+    "naive-async-controlled",
+    "quickstart",
+    "reasoning-mix",
+    "smollm2-chain-sum",
+    "sync",
+]
 
 
 def differing_keys(a: RunConfig, b: RunConfig) -> set[str]:
@@ -66,7 +74,10 @@ def test_a_missing_recipe_is_refused_with_the_nearest_names(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     Path("mine").mkdir()
     Path("mine/long-run.toml").write_text("")
-    packaged = "packaged recipes: naive-async-controlled, naive-async, quickstart, sync"
+    packaged = (
+        "packaged recipes: math, naive-async-controlled, naive-async, quickstart, reasoning-mix, "
+        "smollm2-chain-sum, sync"
+    )
     cases = {
         "snyc": f"snyc: no such recipe file (did you mean 'sync'? {packaged})",
         "mine/longrun.toml": "mine/longrun.toml: no such recipe file "

@@ -11,6 +11,7 @@ from sidestep.config import RunConfig
 from sidestep.config.keys import KEYS, SECTIONS
 from sidestep.config.loading import load_config
 from sidestep.config.loss import OPTIONS, option_key
+from sidestep.config.task_rules import MAPPED_COLUMNS, READ_BY
 from sidestep.config.writing import to_toml
 
 
@@ -26,9 +27,16 @@ def values_of(schema):
         return st.tuples(*(values_of(item) for item in schema["prefixItems"]))
     if "items" in schema:
         items = values_of(schema["items"])
-        return st.lists(items, min_size=schema["minItems"], unique=True).map(tuple)
+        several = st.lists(items, min_size=schema.get("minItems", 0), max_size=4, unique=True)
+        # lists in the config that the schema takes as tuples
+        return several.map(tuple) if "enum" in schema["items"] else several
+    if schema["type"] == "object":
+        values = schema["additionalProperties"]
+        value = st.booleans() | st.text() if values is True else values_of(values)
+        return st.dictionaries(st.text(), value, max_size=3)
     if schema["type"] == "integer":
-        return st.integers(schema.get("minimum", -(2**40)), schema.get("exclusiveMaximum", 2**40))
+        below = schema.get("exclusiveMaximum", 2**40)
+        return st.integers(schema.get("minimum", -(2**40)), schema.get("maximum", below - 1))
     if schema["type"] == "number":
         return st.floats(
             min_value=schema.get("minimum", schema.get("exclusiveMinimum")),
@@ -49,6 +57,30 @@ def bend_control(control):
         if isinstance(control["low"], float):
             below_low = control["low"] >= control["residual"]
             control["residual"] = control["residual"] if below_low else None
+
+
+def bend_task(task, draw):
+    """Only the keys that the kind reads; one reward for each metric."""
+    for key, kinds in READ_BY.items():
+        if task["kind"] not in kinds:
+            task[key] = None
+    if task["kind"] in READ_BY["path"]:
+        task["path"] = draw(st.text())
+    if task["eval_path"] is not None:
+        task["eval_split"] = None
+    if task["kind"] == "reasoning_gym":
+        task["dataset"], task["mix"] = draw(
+            st.sampled_from([("chain_sum", None), (None, {"a": 2.0})])
+        )
+    if task["columns"] is not None:
+        names = st.sampled_from(MAPPED_COLUMNS)
+        task["columns"] = draw(st.dictionaries(names, st.text(), max_size=3))
+    task["function"] = "m:f" if task["kind"] == "function" else None
+    task["rewards"] = task["reward_weights"] = None
+    if draw(st.booleans()):
+        task["function"] = None
+        task["rewards"] = draw(st.sampled_from([["m:f"], ["exact", "m:f", "math"]]))
+        task["reward_weights"] = draw(st.none() | st.just([0.5] * len(task["rewards"])))
 
 
 def bend_options(loss):
@@ -73,13 +105,8 @@ def configs(draw):
     }
     task, engine, rollout = values["task"], values["engine"], values["rollout"]
     train, loss, control = values["train"], values["loss"], values["control"]
-    if task["kind"] == "arithmetic":
-        task["path"] = task["eval_path"] = None
-    else:
-        task["path"] = draw(st.text())
-    task["function"] = draw(st.text()) if task["kind"] == "function" else None
-    if task["kind"] != "jsonl":
-        task["answer_regex"] = None
+    bend_task(task, draw)
+    values["eval"]["samples"] += max(values["eval"]["pass_at"])
     rollout["group_size"] += 1
     rollout["drop_equal_rewards"] &= rollout["lag_mode"] == "bounded"
     engine["top_p"], engine["top_k"] = draw(st.sampled_from([(1.0, 0), (0.5, 3)]))

@@ -113,22 +113,71 @@ from sidestep.errors import UsageError
         (
             ["task.kind=jsonl", "task.path=a.jsonl", "task.function=m:f"],
             'task.function = "m:f" is not used with task.kind = "jsonl": '
-            'set task.kind to "function", or leave task.function out',
+            'set task.kind to "function" or "dataset", or leave task.function out',
         ),
         (
             ["task.path=a.jsonl"],
             'task.path = "a.jsonl" is not used with task.kind = "arithmetic": '
-            'set task.kind to "jsonl" or "function", or leave task.path out',
+            'set task.kind to "jsonl" or "function" or "math" or "dataset", or leave task.path out',
         ),
         (
             ["task.eval_path=a.jsonl"],
             'task.eval_path = "a.jsonl" is not used with task.kind = "arithmetic": '
-            'set task.kind to "jsonl" or "function", or leave task.eval_path out',
+            'set task.kind to "jsonl" or "function" or "math" or "dataset", '
+            "or leave task.eval_path out",
         ),
         (
             ["task.answer_regex=x"],
             'task.answer_regex = "x" is not used with task.kind = "arithmetic": '
-            'set task.kind to "jsonl", or leave task.answer_regex out',
+            'set task.kind to "jsonl" or "dataset" or "reasoning_gym", '
+            "or leave task.answer_regex out",
+        ),
+        (
+            ["task.kind=reasoning_gym"],
+            'task.kind = "reasoning_gym" needs task.dataset or task.mix, one of them: '
+            'set task.dataset = "chain_sum", or task.mix to names with weights',
+        ),
+        (
+            ["task.mix={chain_sum = 1}"],
+            'task.mix = {chain_sum = 1.0} is not used with task.kind = "arithmetic": '
+            'set task.kind to "reasoning_gym", or leave task.mix out',
+        ),
+        (
+            ["task.kind=function", "task.path=a", "task.function=m:f", 'task.rewards=["m:g"]'],
+            "task.rewards and task.function are both set: "
+            "put the function into task.rewards, or leave task.rewards out",
+        ),
+        (
+            ['task.rewards=["exact", "m:f"]', "task.reward_weights=[1.0]"],
+            "task.reward_weights has 1 numbers for 2 task.rewards: give one weight for each reward",
+        ),
+        (
+            ['task.rewards=["m:f", "n:f"]'],
+            "the metric reward/f would be named twice: give that reward function another name",
+        ),
+        (
+            ['task.rewards=["m:mean"]'],
+            "the metric reward/mean would be the name of another metric: "
+            "give that reward function another name",
+        ),
+        (
+            ['task.rewards=["reasoning_gym"]'],
+            'task.rewards names "reasoning_gym" with task.kind = "arithmetic": '
+            'set task.kind = "reasoning_gym", or leave that reward out',
+        ),
+        (
+            ["task.kind=dataset", "task.path=d", "task.columns={question = 'q'}"],
+            "task.columns maps to 'question': "
+            "map to prompt, messages, answer; other columns keep their names",
+        ),
+        (
+            ["task.kind=dataset", "task.path=d", "task.eval_path=e", "task.eval_split=test"],
+            "task.eval_split and task.eval_path both name the rows for evaluation: "
+            "leave one of them out",
+        ),
+        (
+            ["eval.samples=2", "eval.pass_at=[1, 4]"],
+            "eval.pass_at = [1, 4] needs 4 samples, eval.samples = 2: set eval.samples to at least 4",
         ),
     ],
 )
@@ -148,6 +197,9 @@ def test_a_broken_rule_is_refused_with_the_fix(overrides, message):
         ["control.low=calibrate", "control.high=calibrate", "control.residual=0.9"],
         ["control.residual=0.1"],
         ["task.kind=function", "task.path=a.jsonl", "task.function=m:f"],
+        ["task.kind=dataset", "task.path=d", "task.function=m:f"],
+        ['task.rewards=["exact", "m:f"]', "task.reward_weights=[1, 0.5]"],
+        ["eval.samples=4", "eval.pass_at=[1, 4]"],
         ["rollout.drop_equal_rewards=true"],
         ["rollout.group_size=1", "loss.advantage=reinforce_pp"],
         ["engine.top_p=0.9", "loss.anchor=proximal"],

@@ -60,6 +60,7 @@ def group_row() -> Callable[..., dict[str, Any]]:
             "index": 0,
             "prompt_index": 0,
             "prompt": "1+1=",
+            "prompt_tokens": 5,
             "rewards": [1.0, 0.0],
             "lengths": [2, 2],
             "oldest_version": 0,

@@ -64,7 +64,7 @@ def test_a_step_is_on_disk_before_the_next_one(tmp_path, group_row):
 @pytest.mark.parametrize(
     ("metrics", "named"),
     [
-        ({"reward/men": 0.5}, "'reward/men' is not one a run may record"),
+        ({"rewrad/mean": 0.5}, "'rewrad/mean' is not one a run may record"),
         ({"not_finite": ["loss"]}, "'not_finite' is not one a run may record"),
         ({"loss": "0.5"}, "'loss' is '0.5': expected a number or None"),
         ({"loss": True}, "'loss' is True: expected a number"),

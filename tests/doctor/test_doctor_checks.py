@@ -34,6 +34,12 @@ CASES = {
     "loss_setting": ["loss.policy=m2po", "loss.m2po_tau=-1"],
     "stacked_lag": ["train.steps_per_batch=4"],
     "aggregation": ["loss.policy=gspo"],
+    "spread_weights": [
+        "loss.policy=gspo",
+        "loss.anchor=proximal",
+        "loss.correction=icepop",
+        "train.steps_per_batch=2",
+    ],
     "truncated_sampling": ["engine.top_p=0.9", "loss.anchor=recomputed"],
     "equal_rewards_likely": ["engine.temperature=0.2"],
     "dropped_signal": ["loss.advantage=reinforce_pp", "rollout.drop_equal_rewards=true"],

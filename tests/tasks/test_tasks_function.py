@@ -38,7 +38,7 @@ def test_texts_and_columns_come_as_lists_and_nothing_else_is_passed(task_of):
         {"prompt": "b", "level": None},
     )
     assert task.score(task.train, ["A", "B"]) == [0.5, 2.0]
-    assert task._function.__globals__["seen"] == {
+    assert sys.modules["sidestep_function_rewards"].seen == {
         "prompts": ["a", "b"],
         "completions": ["A", "B"],
         "answer": [1, None],
@@ -198,7 +198,6 @@ def test_a_function_that_cannot_be_called_is_refused_before_any_work(task_of, co
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (None, "task.function is not set"),
         ("rewards", "not 'module:name' or 'file.py:name'"),
         (":f", "not 'module:name' or 'file.py:name'"),
         ("nowhere.py:f", "no such file: "),

@@ -5,18 +5,21 @@ Loads no torch.
 
 from sidestep.config.loss import LossConfig
 from sidestep.config.schema import (
+    AlarmConfig,
     ControlConfig,
     EngineConfig,
     ModelConfig,
     RolloutConfig,
     RunConfig,
-    TaskConfig,
     TrainConfig,
 )
+from sidestep.config.task import EvalConfig, TaskConfig
 
 __all__ = [
+    "AlarmConfig",
     "ControlConfig",
     "EngineConfig",
+    "EvalConfig",
     "LossConfig",
     "ModelConfig",
     "RolloutConfig",

@@ -82,12 +82,19 @@ def _schema(dotted: str) -> Mapping[str, Any]:
 
 def _in_words(schema: Mapping[str, Any]) -> str:
     if "anyOf" in schema:
-        parts = [_in_words(part) for part in schema["anyOf"] if part.get("type") != "null"]
-        return " or ".join(parts)
+        parts = [part for part in schema["anyOf"] if part.get("type") != "null"]
+        if len(parts) == 1:
+            return _in_words(parts[0])
+        return " or ".join(
+            "a list of them" if "items" in part else _in_words(part) for part in parts
+        )
     if "const" in schema:
         return toml_value(schema["const"])
     if "items" in schema:
-        return "a list of them"  # beside one of them: `loss.correction`
+        return f"a list, each {_in_words(schema['items'])}"
+    if schema.get("type") == "object":
+        values = schema["additionalProperties"]
+        return "a table" if values is True else f"a table, each value {_in_words(values)}"
     if "enum" in schema:
         *most, last = (toml_value(choice) for choice in schema["enum"])
         return f"{', '.join(most)} or {last}"

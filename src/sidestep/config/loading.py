@@ -35,30 +35,38 @@ def load_config(
     """The config of a TOML file with overrides on top; without a file, the defaults.
 
     overrides: `section.key=value`, later ones win. The value is read as TOML; what is not TOML is
-    taken as text, so `loss.anchor=recomputed` needs no quotes.
+    taken as text, so `loss.anchor=recomputed` needs no quotes. `section.key=` gives the key its
+    default back.
     any_combination: allow keys that break the rules between them (`rules.find_problems`).
 
     Raises UsageError, one line with the place, the key, the value and the fix.
     """
-    source = _Source(recipe)
-    values = source.values
-    for override in overrides:
-        key, value = _read_override(override)
-        section, _, name = key.rpartition(".")
-        target = values.setdefault(section, {}) if section else values
-        target[name] = value
-        source.overridden.add(key)
+    source = _Source(recipe, overrides)
     try:
-        return RunConfig.model_validate(values, context={ANY_COMBINATION: any_combination})
+        return RunConfig.model_validate(source.values, context={ANY_COMBINATION: any_combination})
     except ValidationError as error:
         raise UsageError(_explain(error, source)) from error
 
 
-class _Source:
-    """The values of a recipe, and where each key came from."""
+def with_place(message: str, recipe: Path, overrides: Sequence[str] = ()) -> str:
+    """A message that begins with a key, found once the config was put to use, with its place.
 
-    def __init__(self, recipe: Path | None) -> None:
-        """Reads the file; raises UsageError if it is not TOML or holds an unknown key."""
+    As it was where it begins with no key, or with one that has its default.
+    """
+    source = _Source(recipe, overrides)
+    key = re.match(r"[a-z0-9_.]*[a-z0-9_]", message)
+    if key is None or key[0] not in KEYS or not source.sets(key[0]):
+        return message
+    return f"{source.place(key[0])}: {message}"
+
+
+class _Source:
+    """The values of a recipe with overrides on top, and where each key came from."""
+
+    def __init__(self, recipe: Path | None, overrides: Sequence[str]) -> None:
+        """Reads the file; raises UsageError if it is not TOML, for an unknown key, and for an
+        override that is none.
+        """
         self.recipe = recipe
         self.text = "" if recipe is None else _read_text(recipe)
         self.overridden: set[str] = set()
@@ -66,18 +74,30 @@ class _Source:
             self.values = tomllib.loads(self.text)
         except tomllib.TOMLDecodeError as error:
             raise UsageError(f"{recipe}:{_explain_toml(error, self.text)}") from error
-        for key, message in _misplaced(self.values):
-            raise UsageError(f"{self.place(key)}: {message}")
+        except (ValueError, RecursionError) as error:  # a number of 5000 digits; a list in a list
+            raise UsageError(f"{recipe}: not TOML that can be read: {error}") from error
+        for path, message in _misplaced(self.values):
+            raise UsageError(f"{recipe}:{line_of(self.text, *path)}: {message}")
+        for override in overrides:
+            self._override(*_read_override(override))
+
+    def _override(self, key: str, value: Any) -> None:
+        section, _, name = key.rpartition(".")
+        target = self.values.setdefault(section, {}) if section else self.values
+        target[name] = value
+        if value is None:
+            del target[name]
+        self.overridden.add(key)
 
     def place(self, key: str) -> str:
         """Where `key` was given: `recipe.toml:12` or `--set`."""
         if key in self.overridden:
             return OVERRIDE
-        return f"{self.recipe}:{line_of(self.text, key)}"
+        return f"{self.recipe}:{line_of(self.text, *key.split('.'))}"
 
     def sets(self, key: str) -> bool:
         """Whether the recipe or an override gives `key`; else its value is the default."""
-        return key in self.overridden or _lookup(self.values, key) is not None
+        return key in self.overridden or _lookup(self.values, *key.split(".")) is not None
 
 
 def _read_text(recipe: Path) -> str:
@@ -99,22 +119,24 @@ def _explain_toml(error: tomllib.TOMLDecodeError, text: str) -> str:
     return f"{found[1]}: not valid TOML: {what} at column {found[2]}{hint}"
 
 
-def _misplaced(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Key and message for every unknown key, unknown section and section that is no table."""
+def _misplaced(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Path and message for every unknown key, unknown section and section that is no table."""
     for name, value in values.items():
         if name in SECTIONS:
             if not isinstance(value, dict):
-                yield name, _not_a_section(name)
+                yield (name,), _not_a_section(name)
                 continue
             for key in value:
-                if f"{name}.{key}" not in KEYS:
-                    yield f"{name}.{key}", unknown_key(f"{name}.{key}")
+                if key not in SECTIONS[name].model_fields:
+                    yield (name, key), unknown_key(f"{name}.{key}")
+        elif name in KEYS and "." in name:
+            yield (name,), f'"{name}" in quotes is one word: write {name} without quotes'
         elif name not in KEYS:
             if isinstance(value, dict) and value:
-                key = f"{name}.{next(iter(value))}"
-                yield key, unknown_key(key)
+                key = next(iter(value))
+                yield (name, key), unknown_key(f"{name}.{key}")
             else:
-                yield name, unknown_section(name) if value == {} else unknown_key(name)
+                yield (name,), unknown_section(name) if value == {} else unknown_key(name)
 
 
 def _not_a_section(name: str) -> str:
@@ -130,9 +152,11 @@ def _read_override(override: str) -> tuple[str, Any]:
         raise UsageError(f"{OVERRIDE}: {_not_a_section(key)}")
     if key not in KEYS:
         raise UsageError(f"{OVERRIDE}: {unknown_key(key)}")
+    if not text:
+        return key, None
     try:
         values = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return key, text
     value = values["value"]
     # `task.path=2024` names a file. More than one key: a line break that only looked like TOML.
@@ -152,20 +176,20 @@ def _explain(error: ValidationError, source: _Source) -> str:
     # What follows the key in `loc` is a member of a union or an index in a list.
     parts = [str(part) for part in first["loc"]]
     key = ".".join(parts[:2] if parts[0] in SECTIONS else parts[:1])
-    value = toml_value(_lookup(source.values, key))
+    value = toml_value(_lookup(source.values, *key.split(".")))
     return f"{source.place(key)}: {key} = {value}: must be {allowed_values(key)}"
 
 
-def _lookup(values: Mapping[str, Any], key: str) -> Any:
-    """The value at a dotted key, None if it is not there (TOML has no null)."""
+def _lookup(values: Mapping[str, Any], *path: str) -> Any:
+    """The value at a path of keys, None if it is not there (TOML has no null)."""
     found: Any = values
-    for part in key.split("."):
+    for part in path:
         found = found.get(part) if isinstance(found, dict) else None
     return found
 
 
-def line_of(text: str, key: str) -> int:
-    """Line number (from 1) where the statement that sets `key` begins in valid TOML `text`.
+def line_of(text: str, *path: str) -> int:
+    """Line number (from 1) where the statement that sets `path` begins in valid TOML `text`.
 
     Reads ever longer beginnings of the text until the key is there: quadratic, but exact for
     dotted keys, inline tables and strings over several lines, with the real parser.
@@ -177,7 +201,7 @@ def line_of(text: str, key: str) -> int:
             values = tomllib.loads("\n".join(lines[:end]) + "\n")
         except tomllib.TOMLDecodeError:
             continue  # in the middle of a statement
-        if _lookup(values, key) is not None:
+        if _lookup(values, *path) is not None:
             return start
         start = end + 1
-    raise ValueError(f"{key} is not in the text")
+    raise ValueError(f"{'.'.join(path)} is not in the text")

@@ -7,10 +7,11 @@ meant is found by `sidestep.doctor`, and so are combinations of losses that only
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sidestep.config.loss import OPTIONS, option_key
+from sidestep.config.problem import Problem
+from sidestep.config.task_rules import eval_problems, task_problems
 from sidestep.config.writing import toml_value
 
 if TYPE_CHECKING:
@@ -20,31 +21,14 @@ if TYPE_CHECKING:
         EngineConfig,
         RolloutConfig,
         RunConfig,
-        TaskConfig,
         TrainConfig,
     )
+    from sidestep.config.task import TaskConfig
 
 # Facts about names of `sidestep.losses`; a test compares them.
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
 BEHAVIOUR_ANCHORS = ("behaviour", "loglinear")
 BEHAVIOUR_POLICIES = ("dis", "dppo_tv", "topr", "m2po")
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """A broken rule. `code`: stable, for tests. `keys`: those it is about, the one to blame first.
-
-    what, fix: without a full stop; both in one line are the message.
-    """
-
-    code: str
-    keys: tuple[str, ...]
-    what: str
-    fix: str
-
-    @property
-    def message(self) -> str:
-        return f"{self.what}: {self.fix}"
 
 
 def find_problem(config: RunConfig) -> Problem | None:
@@ -54,7 +38,9 @@ def find_problem(config: RunConfig) -> Problem | None:
 
 def find_problems(config: RunConfig) -> Iterator[Problem]:
     """Every rule that `config` breaks."""
-    yield from _task_problems(config.task, config.engine)
+    yield from task_problems(config.task)
+    yield from eval_problems(config.eval)
+    yield from _overlong_problems(config.task, config.engine)
     yield from _rollout_problems(config.rollout, config.engine, config.loss)
     yield from _truncation_problems(config.engine, config.loss)
     yield from _train_problems(config.train, config.rollout)
@@ -71,37 +57,7 @@ def reads_behaviour(loss: LossConfig) -> str | None:
     return "correction" if set(loss.corrections) != {"none"} else None
 
 
-def _task_problems(task: TaskConfig, engine: EngineConfig) -> Iterator[Problem]:
-    if task.kind != "arithmetic" and task.path is None:
-        yield Problem(
-            "task_without_data",
-            ("task.kind", "task.path"),
-            f'task.kind = "{task.kind}" needs task.path',
-            "set it to a JSONL file of prompts",
-        )
-    if task.kind == "function" and task.function is None:
-        yield Problem(
-            "task_without_function",
-            ("task.kind", "task.function"),
-            'task.kind = "function" needs task.function',
-            'set it to "module:name" or "file.py:name"',
-        )
-    wanted_kinds = {
-        "path": ("jsonl", "function"),
-        "eval_path": ("jsonl", "function"),
-        "answer_regex": ("jsonl",),
-        "function": ("function",),
-    }
-    for name, kinds in wanted_kinds.items():
-        value = getattr(task, name)
-        if value is not None and task.kind not in kinds:
-            fixes = " or ".join(f'"{kind}"' for kind in kinds)
-            yield Problem(
-                "unused_key",
-                (f"task.{name}", "task.kind"),
-                f'task.{name} = "{value}" is not used with task.kind = "{task.kind}"',
-                f"set task.kind to {fixes}, or leave task.{name} out",
-            )
+def _overlong_problems(task: TaskConfig, engine: EngineConfig) -> Iterator[Problem]:
     if task.overlong_tokens > engine.max_new_tokens:
         yield Problem(
             "overlong_tokens",

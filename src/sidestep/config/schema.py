@@ -18,6 +18,7 @@ from pydantic_core import PydanticCustomError
 from sidestep.config.loss import LossConfig
 from sidestep.config.rules import find_problem
 from sidestep.config.section import Section
+from sidestep.config.task import EvalConfig, TaskConfig
 
 # Context of a validation that checks each key alone, for `doctor`, which lists every broken rule.
 ANY_COMBINATION = "any_combination"
@@ -38,36 +39,6 @@ class ModelConfig(Section):
     reference_path: str | None = Field(
         None,
         description="reference of the KL penalty (loss.kl_coef); absent: the model as it starts",
-    )
-
-
-class TaskConfig(Section):
-    """What is asked and how answers are scored."""
-
-    kind: Literal["arithmetic", "jsonl", "function"] = "arithmetic"
-    path: str | None = Field(
-        None,
-        description="JSONL file with `prompt` or `messages`, and `answer` (kinds jsonl, function)",
-    )
-    eval_path: str | None = Field(
-        None, description="JSONL file for evaluation; without it `eval_size` rows are held out"
-    )
-    eval_size: int = Field(200, ge=0, description="rows held out for evaluation")
-    answer_regex: str | None = Field(
-        None,
-        description="its first group (or whole match), last occurrence, is compared with `answer`; "
-        "default: exact match",
-    )
-    function: str | None = Field(
-        None,
-        description="reward function, 'module:name' or 'file.py:name', "
-        "called f(prompts, completions, **columns)",
-    )
-    overlong_tokens: int = Field(
-        0,
-        ge=0,
-        description="last tokens before engine.max_new_tokens over which the reward falls by up to "
-        "1 (DAPO); 0: no such penalty",
     )
 
 
@@ -189,6 +160,18 @@ class ControlConfig(Section):
         return self.model_dump(exclude={"expected_every"})
 
 
+class AlarmConfig(Section):
+    """Arguments of `sidestep.control.alarm.Alarm`: when a run is called likely to collapse."""
+
+    window: int = Field(20, ge=1, description="measured steps that each sign is taken over")
+    cosine_limit: Cosine = 0.6
+    cosine_rise: float = Field(0.2, gt=0.0, description="of the cosine above the first window's")
+    excess_limit: float = Field(0.2, gt=0.0, description="of align/excess")
+    ess_limit: float = Field(0.3, ge=0.0, description="of ratio/ess")
+    norm_factor: float = Field(3.0, gt=1.0, description="of grad/norm_raw over the first window's")
+    patience: int = Field(40, ge=1, description="aligned steps in a row that ring the alarm alone")
+
+
 class RunConfig(Section):
     """One run."""
 
@@ -198,8 +181,10 @@ class RunConfig(Section):
     engine: EngineConfig = EngineConfig()
     rollout: RolloutConfig = RolloutConfig()
     train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
     loss: LossConfig = LossConfig()
     control: ControlConfig = ControlConfig()
+    alarm: AlarmConfig = AlarmConfig()
 
     @model_validator(mode="after")
     def _keep_the_rules(self, info: ValidationInfo) -> Self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ def _lines(config: RunConfig) -> Iterator[str]:
 
 
 def toml_value(value: Any) -> str:
-    """One value as it is written in TOML; what no config holds (dates, tables) as Python shows it.
+    """One value as it is written in TOML; what no config holds (dates) as Python shows it.
 
     >>> toml_value([0.9, "a", True])
     '[0.9, "a", true]'
@@ -44,4 +45,12 @@ def toml_value(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        pairs = (f"{_toml_key(key)} = {toml_value(item)}" for key, item in value.items())
+        return "{" + ", ".join(pairs) + "}"
     return repr(value)
+
+
+def _toml_key(key: str) -> str:
+    """A key of a table: bare where TOML allows it."""
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)

@@ -144,6 +144,7 @@ class GradientControl:
         *,
         groups: Mapping[str, str] | None = None,
         local_parameters: Iterable[str] = (),
+        copies: Iterable[str] = (),
         process_group: ProcessGroup | None = None,
     ) -> ControlRecord:
         """Measure, decide, change `.grad` in place, clip: once per optimizer step.
@@ -169,6 +170,8 @@ class GradientControl:
         groups: label of each parameter's group by name, for scope="group".
         local_parameters: names of plain parameters of which each rank has its own (experts), not a
             copy.
+        copies: names among `local_parameters` of what another rank has and counts, under whatever
+            name (Megatron's tensor-parallel duplicates): changed like the rest, not counted here.
         process_group: the ranks that measure and decide together; None: all of them.
 
         A gradient that is not finite is left alone and not clipped; "control" says "skip".
@@ -191,7 +194,8 @@ class GradientControl:
             "behaviour": behaviour,
             "expected": expected,
         }
-        asked = Asked(named_parameters, plain_number(max_norm), facts, groups, local_parameters)
+        norm = plain_number(max_norm)
+        asked = Asked(named_parameters, norm, facts, groups, local_parameters, copies)
         outcome = act(self.core, self.ranks, asked)
         if outcome.record.regime != "skip":
             for parameter in outcome.skipped.values():

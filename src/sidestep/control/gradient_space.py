@@ -40,7 +40,7 @@ class Asked:
 
     facts: the fields of `StepFacts`.
     groups: label by name, for scope="group".
-    local_parameters: see `GradientControl.apply`.
+    local_parameters, copies: see `GradientControl.apply`.
     """
 
     named_parameters: Iterable[tuple[str, Tensor]]
@@ -48,6 +48,7 @@ class Asked:
     facts: Mapping[str, Any]
     groups: Mapping[str, str] | None
     local_parameters: Iterable[str]
+    copies: Iterable[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class Gradients:
         self.holdings, self.is_measurable = _NOTHING, True
         try:
             require_measurable(self.grads)
-            self.holdings = holdings(self.parameters, asked.local_parameters)
+            self.holdings = holdings(self.parameters, asked.local_parameters, asked.copies)
         except ValueError:
             # "off" without clipping does not stop an optimizer that takes such gradients
             self.is_measurable = False

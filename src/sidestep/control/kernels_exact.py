@@ -109,7 +109,8 @@ class _Accumulator:
     """Packs tensors into one float64 buffer and takes the products whenever it is full.
 
     Packing costs one copy a tensor, which the conversion to float64 needs anyway, and makes a model
-    of hundreds of small tensors as cheap as one large tensor.
+    of hundreds of small tensors as cheap as one large tensor. Neighbours that fit in together are
+    packed by one call: calls are what a thousand tiny tensors cost.
     """
 
     def __init__(self, device: torch.device, size: int, with_p: bool) -> None:
@@ -117,12 +118,45 @@ class _Accumulator:
         self.p = torch.empty(size, dtype=torch.float64, device=device) if with_p else None
         self.filled = 0
         self.sums = torch.zeros(3, dtype=torch.float64, device=device)
+        self._waiting: list[tuple[Tensor, Tensor | None]] = []
+        self._num_waiting = 0
 
     def add(self, g: Tensor, p: Tensor | None) -> None:
         flat_g = g.reshape(-1)
         flat_p = None if p is None else p.reshape(-1)
+        if self.filled + self._num_waiting + flat_g.numel() > self.g.numel():
+            self._pack()
+            self._split(flat_g, flat_p)
+        elif flat_g.numel():
+            self._waiting.append((flat_g, flat_p))
+            self._num_waiting += flat_g.numel()
+
+    def result(self) -> Tensor:
+        self._pack()
+        if self.filled > 0:
+            self._flush()
+        return self.sums
+
+    def _pack(self) -> None:
+        """Put what waits into the buffer, where there is room for it."""
+        if not self._waiting:
+            return
+        place = slice(self.filled, self.filled + self._num_waiting)
+        _fill_from(self.g[place], [g for g, _ in self._waiting])
+        if self.p is not None:
+            _fill_from(
+                self.p[place],
+                [g.new_zeros(g.shape) if p is None else p for g, p in self._waiting],
+            )
+        self.filled += self._num_waiting
+        self._waiting, self._num_waiting = [], 0
+
+    def _split(self, flat_g: Tensor, flat_p: Tensor | None) -> None:
+        """Put in what is left of the room, then more after each flush."""
         start, num_elements = 0, flat_g.numel()
         while start < num_elements:
+            if self.filled == self.g.numel():
+                self._flush()
             take = min(num_elements - start, self.g.numel() - self.filled)
             place = slice(self.filled, self.filled + take)
             source = slice(start, start + take)
@@ -131,13 +165,6 @@ class _Accumulator:
                 _fill(self.p[place], None if flat_p is None else flat_p[source])
             self.filled += take
             start += take
-            if self.filled == self.g.numel():
-                self._flush()
-
-    def result(self) -> Tensor:
-        if self.filled > 0:
-            self._flush()
-        return self.sums
 
     def _flush(self) -> None:
         g = self.g[: self.filled]
@@ -147,6 +174,15 @@ class _Accumulator:
             self.sums[1] += torch.dot(p, p)
             self.sums[2] += torch.dot(g, p)
         self.filled = 0
+
+
+def _fill_from(place: Tensor, sources: Sequence[Tensor]) -> None:
+    if len(sources) == 1:
+        _fill(place, sources[0])
+    elif len({(source.dtype, source.device) for source in sources}) == 1:
+        place.copy_(torch.cat(list(sources)))  # far quicker than converting each
+    else:
+        torch.cat([source.to(place.device) for source in sources], out=place)
 
 
 def _fill(place: Tensor, source: Tensor | None) -> None:

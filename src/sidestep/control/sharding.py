@@ -4,6 +4,7 @@
 |---|---|---|
 | plain | all of it, a copy (data parallel) | once, on the first rank that has it |
 | plain, named in `local_parameters` | what only this rank has (experts) | here |
+| plain, named in `copies` | of what another rank has and counts | not here |
 | DTensor, mesh dimension with Shard, _StridedShard | a part | on every coordinate |
 | DTensor, mesh dimension with Replicate (HSDP) | a copy | on coordinate 0 |
 | DTensor on a mesh of some of the ranks | see above | once, in the mesh of the first rank |
@@ -134,11 +135,17 @@ def as_local(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
     return {name: local(tensor) for name, tensor in tensors.items()}, layouts(tensors)
 
 
-def holdings(parameters: Mapping[str, Tensor], local_parameters: Iterable[str] = ()) -> Holdings:
+def holdings(
+    parameters: Mapping[str, Tensor],
+    local_parameters: Iterable[str] = (),
+    copies: Iterable[str] = (),
+) -> Holdings:
     """How this rank holds the parameters, going by the gradient where there is one.
 
     local_parameters: names of parameters of which this rank has its own (experts, stages), not a
         copy of what other ranks have. Names that this rank does not have are fine.
+    copies: names among those whose elements another rank counts, under whatever name: Megatron's
+        tensor-parallel duplicates and shared embeddings, which its slices do not show.
 
     Raises ValueError, naming the parameter and the fix: a placement other than Shard,
     _StridedShard and Replicate; a shard of FullyShardedDataParallel (FSDP1), which does not say
@@ -147,13 +154,14 @@ def holdings(parameters: Mapping[str, Tensor], local_parameters: Iterable[str] =
     if isinstance(local_parameters, str):
         raise ValueError(f"local_parameters={local_parameters!r} must be a list of names")
     declared = frozenset(local_parameters)
+    counted_elsewhere = frozenset(copies)
     mesh_ranks: dict[int, tuple[int, ...]] = {}
     held = {}
     for name, parameter in parameters.items():
         grad = parameter.grad
         tensor = parameter if grad is None else grad
         own = name in declared
-        ranks, counts = None, True
+        ranks, counts = None, name not in counted_elsewhere
         if is_sharded(tensor):
             dtensor = cast(_DTensor, tensor)
             mesh = dtensor.device_mesh

@@ -24,7 +24,7 @@ from sidestep.diagnostics.charting import (
     smoothed,
     step_axis,
 )
-from sidestep.diagnostics.runs import RunData
+from sidestep.diagnostics.runs import RunData, is_observed
 from sidestep.diagnostics.summary import sum_histograms
 
 
@@ -57,7 +57,7 @@ def cosine(run: RunData) -> go.Figure | None:
     """Cosine of every step with its regime as a coloured band, and the two thresholds when they are
     numbers.
     """
-    regimes = run.column("align/regime")
+    regimes = shown_regimes(run)
     if not any(regimes):
         return None
     steps, cosines, applied = (
@@ -84,7 +84,7 @@ def cosine(run: RunData) -> go.Figure | None:
     figure.add_trace(
         line(steps, applied, "after control", MUTED, width=1.2).update(line_dash="dot")
     )
-    colours = [REGIME_COLOURS.get(regime, MUTED) for regime in regimes]
+    colours = [REGIME_COLOURS.get(regime or "", MUTED) for regime in regimes]
     figure.add_trace(
         line(steps, cosines, "cosine", MAIN, width=1.4).update(
             mode="lines+markers" if len(steps) < MANY_STEPS else "lines",
@@ -105,6 +105,15 @@ def cosine(run: RunData) -> go.Figure | None:
     )
     step_axis(figure, steps)
     return finish(figure)
+
+
+def shown_regimes(run: RunData) -> list[str | None]:
+    """The regime of each row; of a control that only watched, what it would have done."""
+    regimes = run.column("align/regime")
+    if not is_observed(run):
+        return regimes
+    decisions = run.column("align/decision")
+    return [decision or regime for decision, regime in zip(decisions, regimes, strict=True)]
 
 
 def regime_bands(

@@ -75,6 +75,38 @@ _OFF_POLICY: tuple[Metric, ...] = (
     ),
 )
 
+_EVALUATION: tuple[Metric, ...] = (
+    Metric(
+        "accuracy/eval",
+        "fraction",
+        "mean reward of one greedy answer to each held-out row with the weights after this step; "
+        "null where the step was not evaluated",
+    ),
+    Metric("eval/length_mean", "tokens", "mean length of these answers, end token included"),
+    Metric(
+        "eval/truncated_fraction",
+        "fraction",
+        "share of these answers that were cut at `engine.max_new_tokens`",
+    ),
+    Metric(
+        "eval/sampled_mean",
+        "reward",
+        "mean reward of `eval.samples` sampled answers to each held-out row; null without them",
+    ),
+    Metric(
+        "eval/pass_at",
+        "fraction",
+        "chance that one of k sampled answers has a reward of at least `eval.pass_reward`, by k: "
+        "without bias, 1 - C(n - c, k) / C(n, k) for c of n samples that pass; mean over rows",
+        "mapping",
+    ),
+    Metric(
+        "time/eval_s", "s", "time of the evaluation whose result is in this row; overlaps training"
+    ),
+)
+
+EVALUATION: tuple[str, ...] = tuple(metric.name for metric in _EVALUATION)
+
 METRICS: tuple[Metric, ...] = (
     Metric(
         "step", "steps", "which trainer iteration this row is about, from 0; skipped ones count"
@@ -104,10 +136,22 @@ METRICS: tuple[Metric, ...] = (
         "share of the completions that were cut at `engine.max_new_tokens`",
     ),
     Metric(
-        "accuracy/eval",
-        "fraction",
-        "mean reward of one greedy answer to each held-out row with the weights after this step; "
-        "null where the step was not evaluated",
+        "reward/problems",
+        "completions",
+        "completions trained on whose reward could not be told and was taken as 0, by what was "
+        "wrong: no answer found, a time limit",
+        "mapping",
+    ),
+    # Evaluation
+    *_EVALUATION,
+    *(
+        Metric(
+            f"{metric.name}_start",
+            metric.unit,
+            f"`{metric.name}` with the weights before the first step; in the row of step 0 alone",
+            metric.kind,
+        )
+        for metric in _EVALUATION
     ),
     # Alignment of updates and what the control did
     Metric(
@@ -129,6 +173,13 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("align/regime", "text", "pass, project, damp, skip or undefined", "text"),
     Metric(
+        "align/decision",
+        "text",
+        "the regime that the measurement calls for: another one than `align/regime` only with "
+        "`control.mode` = observe, which changes nothing",
+        "text",
+    ),
+    Metric(
         "align/reason",
         "text",
         "why the regime is what it is; null where the cosine says it all",
@@ -138,6 +189,17 @@ METRICS: tuple[Metric, ...] = (
         "align/skips_in_a_row",
         "steps",
         "skipped steps up to and with this one, since the last change",
+    ),
+    Metric(
+        "align/removed",
+        "fraction",
+        "share of the product of gradient and reference that was taken out; below 0 where the "
+        "secant put something in",
+    ),
+    Metric(
+        "align/curvature",
+        "1 / weight^2",
+        "curvature along the reference, with `control.strength` = secant",
     ),
     Metric(
         "align/expected",
@@ -275,9 +337,6 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("time/weight_sync_s", "s", "time to publish this step's weights"),
     Metric(
-        "time/eval_s", "s", "time of the evaluation whose result is in this row; overlaps training"
-    ),
-    Metric(
         "time/elapsed_s", "s", "wall-clock time since the run started, earlier sessions included"
     ),
     # Written by the recorder itself
@@ -291,6 +350,19 @@ METRICS: tuple[Metric, ...] = (
 )
 
 BY_NAME: dict[str, Metric] = {metric.name: metric for metric in METRICS}
+
+REWARD_PART = Metric(
+    "reward/<name>",
+    "reward",
+    "mean of the reward of that name (of `task.rewards`, or the task's own) before its weight",
+)
+
+
+def find_metric(name: str) -> Metric | None:
+    """The metric of a name in metrics.jsonl; names of rewards are the task's."""
+    part = REWARD_PART if name.startswith("reward/") else None
+    return BY_NAME.get(name, part)
+
 
 _INTRODUCTION = """\
 # Metrics
@@ -307,10 +379,39 @@ weights, and over tokens.
 """
 
 
+# Keys of groups.jsonl (written by trainer/metrics.py: group_row).
+GROUP_KEYS: dict[str, str] = {
+    "step": "step that trained on the group, from 0; null if it was dropped",
+    "index": "number of the group in the order of admission, which its random numbers follow from",
+    "prompt_index": "row of the task's data, from 0",
+    "prompt": "the prompt: text, or the list of chat messages",
+    "prompt_tokens": "its length in tokens",
+    "rewards": "one reward per completion",
+    "lengths": "tokens of each completion, end token included",
+    "oldest_version": "smallest version that sampled one of its tokens",
+    "newest_version": "largest such version",
+    "completions": "text of the first two completions",
+    "dropped": "why it was not trained on; null if it was",
+}
+
+_GROUPS = """
+## groups.jsonl
+
+One line for each group that was trained on or dropped.
+
+| key | meaning |
+|---|---|
+"""
+
+
 def metrics_page() -> str:
     """The Markdown text of docs/metrics.md."""
-    lines = (f"| `{metric.name}` | {metric.unit} | {metric.meaning} |\n" for metric in METRICS)
-    return _INTRODUCTION + "".join(lines)
+    lines = (
+        f"| `{metric.name}` | {metric.unit} | {metric.meaning} |\n"
+        for metric in (*METRICS, REWARD_PART)
+    )
+    keys = (f"| `{key}` | {meaning} |\n" for key, meaning in GROUP_KEYS.items())
+    return _INTRODUCTION + "".join(lines) + _GROUPS + "".join(keys)
 
 
 if __name__ == "__main__":

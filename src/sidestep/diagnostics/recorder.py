@@ -10,25 +10,9 @@ from typing import Any, Self
 
 from sidestep.diagnostics.events import EventFile
 from sidestep.diagnostics.jsonl import read_rows, replace_rows, to_line
-from sidestep.diagnostics.metrics import BY_NAME, KIND_IN_WORDS, Kind
+from sidestep.diagnostics.metrics import GROUP_KEYS, KIND_IN_WORDS, Kind, find_metric
 from sidestep.errors import UsageError
-
-METRICS_FILE = "metrics.jsonl"
-GROUPS_FILE = "groups.jsonl"
-TENSORBOARD_FOLDER = "tensorboard"
-
-GROUP_KEYS = (
-    "step",  # step that trained on the group, from 0; null for a dropped one
-    "index",  # admission index
-    "prompt_index",
-    "prompt",
-    "rewards",
-    "lengths",  # tokens per completion
-    "oldest_version",
-    "newest_version",
-    "completions",  # the first two texts
-    "dropped",  # null, or the reason
-)
+from sidestep.run_folder import GROUPS_FILE, METRICS_FILE, TENSORBOARD_FOLDER
 
 
 class Recorder:
@@ -123,12 +107,13 @@ def _cut_groups(path: Path, resume_step: int) -> None:
 
 
 def _is_scalar(name: str, value: Any) -> bool:
-    return name != "step" and value is not None and BY_NAME[name].kind == "number"
+    metric = find_metric(name)
+    return name != "step" and value is not None and metric is not None and metric.kind == "number"
 
 
 def _checked(name: str, value: Any) -> Any:
     """The value as plain Python, or ValueError."""
-    metric = BY_NAME.get(name)
+    metric = find_metric(name)
     if metric is None or metric.kind == "names":
         raise ValueError(
             f"metric {name!r} is not one a run may record: add it to sidestep.diagnostics.metrics"

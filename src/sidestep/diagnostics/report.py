@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from html import escape
 from pathlib import Path
@@ -12,11 +12,11 @@ from typing import Any
 from sidestep.diagnostics import figures, page
 from sidestep.diagnostics.charting import REGIME_COLOURS
 from sidestep.diagnostics.metrics import METRICS
-from sidestep.diagnostics.runs import RunData, read_run
-from sidestep.diagnostics.summary import RunSummary, summarise
+from sidestep.diagnostics.runs import RunData, is_observed, read_run
+from sidestep.diagnostics.summary import RunSummary, equal_rewards, summarise
 from sidestep.errors import UsageError
+from sidestep.run_folder import REPORT_FILE
 
-REPORT_FILE = "report.html"
 GROUPS_PER_STAGE = 4
 DROPPED_SHOWN = 10
 
@@ -46,7 +46,8 @@ def _body(run: RunData) -> Iterable[str]:
     yield page.chart(
         "cosine",
         "Alignment of updates, and what the control did",
-        f"{_regimes(summary)} A cosine that stays high: updates add up along a stale direction.",
+        f"{_regimes(run, summary)} "
+        "A cosine that stays high: updates add up along a stale direction.",
         figures.cosine(run),
     )
     yield page.chart(
@@ -102,7 +103,9 @@ def _head(run: RunData, summary: RunSummary) -> str:
         f"{escape(summary.verdict())}</p>\n",
     ]
     parts += [
-        page.paragraph(problem, "bad") for problem in (_not_finite(run), _alarm(run)) if problem
+        page.paragraph(problem, "bad")
+        for problem in (_not_finite(run), _alarm(run), equal_rewards(summary))
+        if problem
     ]
     return "".join(parts) + page.tiles(values)
 
@@ -131,12 +134,22 @@ def _not_finite(run: RunData) -> str:
     return f"Not finite: {'; '.join(told)}." if told else ""
 
 
-def _regimes(summary: RunSummary) -> str:
+def _regimes(run: RunData, summary: RunSummary) -> str:
     counts = summary.steps_by_regime
     if not counts:
         return "No regime was recorded."
-    told = ", ".join(f"{name} {counts[name]}" for name in REGIME_COLOURS if name in counts)
+    told = _counted(counts)
+    decisions = Counter(one for one in figures.shown_regimes(run) if one)
+    if is_observed(run) and decisions != counts:
+        return (
+            f"Nothing was changed (control.mode = observe). Colours show what control would have "
+            f"done: {_counted(decisions)}."
+        )
     return f"Steps by regime: {told}."
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {counts[name]}" for name in REGIME_COLOURS if name in counts)
 
 
 def _shares(run: RunData) -> str:

@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from sidestep.diagnostics.jsonl import read_rows
-from sidestep.diagnostics.recorder import GROUPS_FILE, METRICS_FILE
 from sidestep.errors import UsageError
-
-CONFIG_FILE = "config.toml"
-ENVIRONMENT_FILE = "env.json"
+from sidestep.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, GROUPS_FILE, METRICS_FILE
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +40,11 @@ class RunData:
         for key in dotted.split("."):
             value = value.get(key) if isinstance(value, dict) else None
         return value
+
+
+def is_observed(run: RunData) -> bool:
+    """Whether the control only watched."""
+    return bool(run.setting("control.mode") == "observe")
 
 
 def read_run(run_dir: Path | str) -> RunData:

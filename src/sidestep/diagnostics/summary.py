@@ -13,6 +13,8 @@ from sidestep.diagnostics.runs import RunData
 # A reward that ends under this share of its own peak has collapsed (study.md's definition of
 # collapse).
 COLLAPSE_SHARE = 0.5
+# Above this share of groups with equal rewards there is next to nothing to learn from.
+MANY_EQUAL = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class RunSummary:
     lag_max: float | None
     tokens_by_lag: dict[int, float]
     steps_by_regime: dict[str, int]
+    num_alarms: int
+    equal_rewards_last: float | None
     tokens_per_s: float | None
     elapsed_s: float | None
 
@@ -64,6 +68,8 @@ class RunSummary:
         parts.append(f"{self.num_skips} skipped")
         if self.has_collapsed:
             parts.append(f"reward collapsed from {self.reward_peak:.2f}")
+        if self.num_alarms:
+            parts.append(f"alarm in {self.num_alarms} steps")
         return ", ".join(parts)
 
 
@@ -88,8 +94,22 @@ def summarise(run: RunData) -> RunSummary:
         lag_max=max(run.values("lag/max"), default=None),
         tokens_by_lag=tokens_by_lag,
         steps_by_regime=dict(Counter(run.values("align/regime"))),
+        num_alarms=run.values("alarm/level").count("alarm"),
+        equal_rewards_last=mean(run.values("groups/equal_reward_fraction")[-window:]),
         tokens_per_s=mean(run.values("tokens/s")),
         elapsed_s=next(reversed(run.values("time/elapsed_s")), None),
+    )
+
+
+def equal_rewards(summary: RunSummary) -> str:
+    """What to do where nearly all groups have equal rewards; empty where they do not."""
+    share, reward = summary.equal_rewards_last, summary.reward_last
+    if share is None or share <= MANY_EQUAL or reward is None:
+        return ""
+    return (
+        f"In {share:.0%} of the groups of the last tenth all rewards are equal (mean "
+        f"{reward:.2f}): they teach nothing. If the task is not solved, its prompts are too easy "
+        f"or too hard for this model: change them, engine.temperature or rollout.group_size"
     )
 
 

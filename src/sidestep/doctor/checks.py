@@ -38,6 +38,7 @@ def _findings(config: RunConfig, around: Surroundings) -> Iterator[Finding]:
     yield from loss_checks.kl_findings(config)
     yield from loss_checks.stacked_lag(config)
     yield from loss_checks.aggregation(config)
+    yield from loss_checks.spread_weights(config)
     yield from data_checks.truncated_sampling(config)
     yield from data_checks.equal_rewards(config)
     yield from data_checks.dropped_signal(config)

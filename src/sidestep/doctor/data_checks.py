@@ -112,8 +112,8 @@ def learning_rate_lag(config: RunConfig, around: Surroundings) -> Iterator[Findi
             "learning_rate_lag",
             ("train.learning_rate", "rollout.max_lag"),
             f"train.learning_rate = {config.train.learning_rate:g} at a lag of up to {lag} "
-            f"versions: their product is {product:.2g}, and models of "
-            f"{around.num_parameters:.2g} parameters are stable up to about {limit:.2g}",
+            f"versions: their product is {product:.2g}; for {around.num_parameters:.2g} parameters "
+            f"{limit:.2g} is an estimate, within a factor of ten, of where training stays stable",
             f"set train.learning_rate to about {limit / lag:.1g}, or lower rollout.max_lag",
         )
 

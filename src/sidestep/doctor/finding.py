@@ -18,6 +18,7 @@ CODES: Mapping[str, str] = {
     "loss_setting": "a loss or correction refuses the value of its setting",
     "stacked_lag": "several optimizer steps on a batch add to `rollout.max_lag`",
     "aggregation": "a loss per sequence is averaged over tokens",
+    "spread_weights": "weights per token are averaged over the sequence by a loss per sequence",
     "truncated_sampling": "top-p or top-k: samples are not of the distribution in the loss",
     "equal_rewards_likely": "many groups will have equal rewards and teach nothing",
     "dropped_signal": "groups are dropped that the advantage could learn from",

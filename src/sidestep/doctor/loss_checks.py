@@ -87,3 +87,22 @@ def aggregation(config: RunConfig) -> Iterator[Finding]:
             f"ratio a sequence, and long sequences weigh more than short ones",
             f'set loss.aggregation = "{wanted}"',
         )
+
+
+def spread_weights(config: RunConfig) -> Iterator[Finding]:
+    """A weight per token on a loss per sequence."""
+    loss = config.loss
+    per_token = [
+        name
+        for name in loss.corrections
+        if CORRECTIONS[name].weighs and not CORRECTIONS[name].whole_rows
+    ]
+    if loss.policy == "gspo" and per_token:
+        yield warning(
+            "spread_weights",
+            ("loss.correction", "loss.policy"),
+            f'loss.correction = {toml_value(loss.correction)} with loss.policy = "gspo": it has '
+            f"one loss a sequence, so each of its tokens gets the mean of the sequence's weights, "
+            f"and one that {per_token[0]} drops still moves with its row",
+            'set loss.correction = "sequence_mis" or "geometric", which act on whole sequences',
+        )

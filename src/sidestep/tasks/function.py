@@ -1,8 +1,7 @@
-"""Own rows scored by an own reward function in TRL's form: f(prompts, completions, **columns)."""
+"""Own reward functions in TRL's form: f(prompts, completions, **columns), sync or async."""
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import inspect
 import math
@@ -10,9 +9,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from sidestep.config.task_rules import reward_name
 from sidestep.errors import RewardError, UsageError
-from sidestep.tasks.imports import load_function
-from sidestep.tasks.rows import load_split, shorten
+from sidestep.tasks.calls import Raised, TimedOut, call
+from sidestep.tasks.rewards import Scores
+from sidestep.tasks.rows import shorten
 from sidestep.types import Example
 
 RESERVED = ("prompts", "completions")
@@ -23,47 +24,51 @@ NOT_PASSED = ("completion",)
 TRL_ONLY = ("completion_ids", "completions_ids", "trainer_state", "log_extra", "log_metric")
 """Arguments that TRL's trainer passes too, and this task does not."""
 
+MAX_TIMEOUTS = 10
+"""Calls in a row over the time limit after which the run ends: it would train on nothing."""
 
-class FunctionTask:
-    """Rows of a JSONL file and `task.function`, which is called with keyword arguments only:
+
+class FunctionReward:
+    """A function that is called with keyword arguments only:
 
     prompts: list of texts, or of message lists for chat rows.
     completions: list of texts, or `[{"role": "assistant", "content": text}]` for chat rows.
-    one list per column of the file, None where a row lacks it.
+    one list per column of the rows, None where a row lacks it.
 
     It returns one finite number per completion. An `async def` function runs in an event loop of
-    its own, so `score` must not be called from a thread in which one is running. Calls never
-    overlap, whatever the threads: a reward function need not be thread-safe.
+    its own. Calls never overlap, whatever the threads: a reward function need not be thread-safe.
+    A call that is over `limit_s` seconds scores 0.0 for all its completions, each with the problem
+    "NAME: timed out"; a plain function that hangs then runs on beside later calls, because nothing
+    can stop it.
 
-    Raises UsageError for faulty files, a function that cannot be loaded, or one that cannot be
-    called with the columns there are.
+    key: of the config, and path: its value, for messages. rows: all of the task, whose columns are
+    passed. Raises UsageError for a function that cannot be called with the columns there are.
     """
 
     def __init__(
-        self, path: str | None, eval_path: str | None, eval_size: int, function: str | None
+        self,
+        function: Callable[..., Any],
+        rows: Sequence[Example],
+        limit_s: float | None = None,
+        *,
+        key: str,
+        path: str,
     ) -> None:
-        if function is None:
-            raise UsageError(
-                "task.function is not set: task.kind 'function' needs 'module:name' or "
-                "'file.py:name'"
-            )
-        self._name = function
-        self._function = load_function("task.function", function)
-        self.train: Sequence[Example]
-        self.held_out: Sequence[Example]
-        self.train, self.held_out = load_split(path, eval_path, eval_size, needs_answer=False)
-        rows = (*self.train, *self.held_out)
+        self.name = reward_name(path)
+        self._function, self._limit_s = function, limit_s
+        self._key, self._path = key, path
         names = dict.fromkeys(name for row in rows for name in row.columns)
         self._columns = tuple(name for name in names if name not in NOT_PASSED)
         self._check_columns(rows)
-        _check_signature(function, self._function, self._columns)
+        _check_signature(key, path, function, self._columns)
         self._lock = threading.Lock()
+        self._num_timeouts = 0  # in a row
 
-    def score(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
+    def score(self, examples: Sequence[Example], completions: Sequence[str]) -> Scores:
         """Raises RewardError if the function raises, or does not return one finite number each."""
         if not examples:
-            return []
-        arguments = {
+            return Scores((), ())
+        arguments: dict[str, Any] = {
             "prompts": [_own_copy(example.prompt) for example in examples],
             "completions": [
                 _as_asked(example, completion)
@@ -73,20 +78,30 @@ class FunctionTask:
         for name in self._columns:
             arguments[name] = [_own_copy(example.columns.get(name)) for example in examples]
         with self._lock:
-            returned = self._call(arguments, examples[0])
-        return self._checked(returned, examples)
+            try:
+                returned = call(self._function, arguments, self._limit_s)
+            except TimedOut:
+                self._count_timeout(examples[0])
+                return Scores((0.0,) * len(examples), (f"{self.name}: timed out",) * len(examples))
+            except Raised as error:  # whatever it raised: name the prompt, keep the cause
+                raise self._fault(
+                    f"raised {error}", examples[0], of_many="in a call that began with"
+                ) from error.cause
+            self._num_timeouts = 0
+        return Scores(tuple(self._checked(returned, examples)), ("",) * len(examples))
 
-    def _call(self, arguments: dict[str, Any], first: Example) -> Any:
-        try:
-            returned = self._function(**arguments)
-            return asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned
-        # whatever the user's code raises, sys.exit included: name the prompt, keep the cause
-        except (Exception, SystemExit) as error:
-            lines = str(error).strip().splitlines()
-            told = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    def close(self) -> None:
+        pass
+
+    def _count_timeout(self, first: Example) -> None:
+        self._num_timeouts += 1
+        if self._num_timeouts == MAX_TIMEOUTS:
             raise self._fault(
-                f"raised {told}", first, of_many="in a call that began with"
-            ) from error
+                f"took longer than task.reward_timeout_s = {self._limit_s:g} s in {MAX_TIMEOUTS} "
+                f"calls in a row (raise it, or make the function faster)",
+                first,
+                of_many="the last in a call that began with",
+            )
 
     def _checked(self, returned: Any, examples: Sequence[Example]) -> list[float]:
         wanted = f"a list of {len(examples)} numbers"
@@ -117,7 +132,7 @@ class FunctionTask:
             example.prompt if isinstance(example.prompt, str) else example.prompt[-1]["content"]
         )
         return RewardError(
-            f"task.function {self._name!r} {problem}, {of_many} the prompt at {example.source}: "
+            f"{self._key} {self._path!r} {problem}, {of_many} the prompt at {example.source}: "
             f"{shorten(prompt)}"
         )
 
@@ -131,7 +146,9 @@ class FunctionTask:
                 )
 
 
-def _check_signature(path: str, function: Callable[..., Any], columns: Sequence[str]) -> None:
+def _check_signature(
+    key: str, path: str, function: Callable[..., Any], columns: Sequence[str]
+) -> None:
     """Raises UsageError if `function` could not be called with these columns: better now than
     after the first batch has been sampled."""
     try:
@@ -147,7 +164,7 @@ def _check_signature(path: str, function: Callable[..., Any], columns: Sequence[
         if missing:
             fix = f"{missing[0]} is passed by TRL only, give it a default"
         raise UsageError(
-            f"task.function {path!r}: cannot be called with ({passed}): {error}; {fix}"
+            f"{key} {path!r}: cannot be called with ({passed}): {error}; {fix}"
         ) from error
 
 
@@ -166,7 +183,3 @@ def _as_asked(example: Example, completion: str) -> str | list[dict[str, str]]:
 def _own_copy(value: Any) -> Any:
     """A copy that the function may change: the row itself is asked again in the next epoch."""
     return copy.deepcopy(value)
-
-
-async def _awaited(awaitable: Any) -> Any:
-    return await awaitable

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from sidestep.errors import UsageError
+from sidestep.tasks.calls import told
 
 
 def load_function(key: str, path: str) -> Callable[..., Any]:
@@ -50,7 +51,7 @@ def _from_file(key: str, path: str, place: str) -> ModuleType:
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # anything a user's file does on import
+    except (Exception, SystemExit) as error:  # anything a user's file does on import
         del sys.modules[spec.name]
         raise _import_fault(key, path, place, error) from error
     return module
@@ -60,7 +61,7 @@ def _module(key: str, path: str, place: str) -> ModuleType:
     _look_in(os.getcwd())
     try:
         return importlib.import_module(place)
-    except Exception as error:  # anything a user's module does on import
+    except (Exception, SystemExit) as error:  # anything a user's module does on import
         raise _import_fault(key, path, place, error) from error
 
 
@@ -70,11 +71,9 @@ def _look_in(folder: str) -> None:
         sys.path.append(folder)
 
 
-def _import_fault(key: str, path: str, place: str, error: Exception) -> UsageError:
+def _import_fault(key: str, path: str, place: str, error: BaseException) -> UsageError:
     if isinstance(error, ModuleNotFoundError) and error.name in (place, place.partition(".")[0]):
         return UsageError(
             f"{key} {path!r}: no module {error.name!r}; give 'file.py:name', or install it"
         )
-    lines = str(error).strip().splitlines()
-    told = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    return UsageError(f"{key} {path!r}: importing {place} failed ({told}); repair it")
+    return UsageError(f"{key} {path!r}: importing {place} failed ({told(error)}); repair it")

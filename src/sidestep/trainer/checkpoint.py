@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ def write_checkpoint(
     for version, weights in checkpoint.weights.items():
         save_file(weights, draft / "weights" / f"{version:08d}.safetensors")
     with open(draft / "groups.jsonl", "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(asdict(group)) + "\n" for group in checkpoint.waiting)
+        file.writelines(json.dumps(group_to_json(group)) + "\n" for group in checkpoint.waiting)
     state = {
         "format": FORMAT,
         "step": checkpoint.step,
@@ -124,6 +124,14 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         ) from error
 
 
+def group_to_json(group: Group) -> dict[str, Any]:
+    """A group that waits for its step. It is scored, so the columns of its row, which may hold what
+    JSON does not have (dates, pictures), are not needed again.
+    """
+    example = replace(group.prompt.example, columns={})
+    return asdict(replace(group, prompt=replace(group.prompt, example=example)))
+
+
 def group_from_json(row: Mapping[str, Any]) -> Group:
     prompt = row["prompt"]
     return Group(
@@ -145,6 +153,8 @@ def group_from_json(row: Mapping[str, Any]) -> Group:
         ),
         rewards=tuple(row["rewards"]),
         generate_s=row["generate_s"],
+        reward_parts={name: tuple(values) for name, values in row.get("reward_parts", {}).items()},
+        problems=tuple(row.get("problems", ())),
     )
 
 

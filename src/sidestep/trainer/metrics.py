@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from sidestep.diagnostics.metrics import EVALUATION
 from sidestep.losses import LagTable, OffPolicySums
 from sidestep.trainer.accounting import group_counts
+from sidestep.trainer.scoring import reward_metrics
 from sidestep.trainer.step import StepReport, mean_lag
 from sidestep.types import Group
 
@@ -96,19 +98,22 @@ def step_row(
         "learning_rate": report.learning_rate,
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
+        **reward_metrics(groups),
         "groups/equal_reward_fraction": statistics.fmean(
             len(set(group.rewards)) == 1 for group in groups
         ),
         "completion/length_mean": statistics.fmean(lengths),
         "completion/truncated_fraction": num_cut / len(completions),
-        "accuracy/eval": None,
-        "time/eval_s": None,
+        **dict.fromkeys(EVALUATION),
         "align/cosine": control and control.cosine,
         "align/cosine_applied": control and control.cosine_applied,
         "align/cosine_within_batch": last and last.cosine_within_batch,
         "align/regime": control.regime if control else "undefined",
+        "align/decision": control and control.decision,
         "align/reason": control.reason if control else "no trained token: no optimizer step",
         "align/skips_in_a_row": control and control.skips_in_a_row,
+        "align/removed": control and control.removed,
+        "align/curvature": control and control.curvature,
         "align/expected": control and control.expected,
         "align/excess": control and control.excess,
         "alarm/level": report.alarm and report.alarm.level,
@@ -171,6 +176,7 @@ def group_row(group: Group, step: int | None, dropped: str | None) -> dict[str, 
         "index": group.index,
         "prompt_index": group.prompt.index,
         "prompt": prompt if isinstance(prompt, str) else list(prompt),
+        "prompt_tokens": len(group.prompt.token_ids),
         "rewards": list(group.rewards),
         "lengths": [len(completion.token_ids) for completion in group.completions],
         "oldest_version": min(versions),

@@ -1,5 +1,5 @@
 """Metric rows in step order, each complete: the row of a step that is evaluated waits for its own
-evaluation.
+evaluation. The first row may have two: of the weights before it and after it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ class PendingRows:
 
     def __init__(self, write: Callable[[Mapping[str, Any]], None]) -> None:
         self._write = write
-        self._rows: deque[tuple[Row, bool]] = deque()
-        self._results: dict[int, Row] = {}
+        self._rows: deque[tuple[Row, int]] = deque()
+        self._results: dict[int, list[Row]] = {}
         self._changed = asyncio.Event()
 
-    def add(self, row: Row, *, needs_evaluation: bool) -> None:
-        self._rows.append((row, needs_evaluation))
+    def add(self, row: Row, *, evaluations: int) -> None:
+        """A row that waits for so many results of `evaluated`, which may have come before it."""
+        self._rows.append((row, evaluations))
         self._flush()
 
     def evaluated(self, step: int, result: Row) -> None:
-        self._results[step] = result
+        self._results.setdefault(step, []).append(result)
         self._flush()
 
     async def written(self, step: int) -> None:
@@ -38,15 +39,20 @@ class PendingRows:
             await self._changed.wait()
 
     def abandon(self) -> None:
-        """Write what is pending without its evaluation: the run is ending early."""
+        """Write what is pending with the evaluations there are: the run is ending early."""
         while self._rows:
-            self._write(self._rows.popleft()[0])
+            self._write_first()
 
     def _flush(self) -> None:
         while self._rows:
-            row, needs_evaluation = self._rows[0]
-            if needs_evaluation and row["step"] not in self._results:
+            row, evaluations = self._rows[0]
+            if len(self._results.get(row["step"], ())) < evaluations:
                 break
-            self._rows.popleft()
-            self._write(row | self._results.pop(row["step"], {}))
+            self._write_first()
         self._changed.set()
+
+    def _write_first(self) -> None:
+        row, _ = self._rows.popleft()
+        for result in self._results.pop(row["step"], []):
+            row = row | result
+        self._write(row)

@@ -4,7 +4,8 @@
                each of its requests waits for the engine
     train      waits for the next step's groups (put by a request); trains in a thread,
                publishes the weights, frees the places
-    evaluate   waits for train to ask; samples with a version that train pinned in the channel
+    evaluate   waits for train to ask (once, before the first step, the run itself has asked);
+               samples with a version that was pinned in the channel
     save       waits for train to hand over a copy of its state; writes it in a thread
 
                  +------------------- places freed -------------------+
@@ -24,7 +25,7 @@ import signal
 import threading
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,11 +38,15 @@ from sidestep.diagnostics.recorder import Recorder
 from sidestep.engines.channel import WeightChannel
 from sidestep.engines.protocol import Engine, GenerationRequest, Sampling
 from sidestep.errors import Interrupted, SidestepError
-from sidestep.tasks.protocol import Task
+from sidestep.run_folder import CHECKPOINTS_FOLDER
+from sidestep.tasks.protocol import Task, as_full
+from sidestep.tasks.rows import shorten
 from sidestep.trainer.accounting import EQUAL_REWARDS
 from sidestep.trainer.checkpoint import Checkpoint, write_checkpoint
+from sidestep.trainer.evaluation import Evaluator
 from sidestep.trainer.metrics import Timings, group_row, step_row
 from sidestep.trainer.rows import PendingRows
+from sidestep.trainer.scoring import scored
 from sidestep.trainer.step import StepReport, Trainer
 from sidestep.trainer.waits import Waits, first_error, in_daemon_thread
 from sidestep.types import Group, Prompt
@@ -50,6 +55,7 @@ from sidestep.types import Group, Prompt
 # them.
 REQUESTS_IN_FLIGHT = 2
 MAX_NOT_FINITE = 10
+BEFORE_ALL_STEPS = -1
 
 T = TypeVar("T")
 
@@ -95,15 +101,21 @@ class Run:
             versions_per_step=config.train.optimizer_steps_per_batch,
         )
         self.order = PromptOrder(len(parts.prompts), config.seed)
+        self.task = as_full(parts.task)
         self.rows = PendingRows(parts.recorder.step)
         self.timings = Timings()
         self.dropped: list[Group] = []
         self.evaluations: asyncio.Queue[tuple[int, int]] = asyncio.Queue(maxsize=1)
+        self.evaluates_start = (
+            bool(parts.held_out) and config.train.eval_every > 0 and self.steps_done == 0
+        )
         self.saves: asyncio.Queue[Checkpoint] = asyncio.Queue(maxsize=1)
         self.interrupted = False
         self.alarmed = False
         self.num_not_finite = 0  # steps in a row
+        self.problems_told: set[str] = set()
         self.waits = Waits(config.rollout.timeout_s)
+        self.evaluator = Evaluator(config, self.task, parts.held_out, self.engine, self.waits)
         self.buffer.blocker = self.waits.under_way
         if config.control.reference == "displacement":
             self.trainer.weights_of = self.channel.read
@@ -115,6 +127,9 @@ class Run:
         disk.
         """
         self._handle_signals(True)
+        if self.evaluates_start:
+            self.channel.pin(self.trainer.version)
+            self.evaluations.put_nowait((BEFORE_ALL_STEPS, self.trainer.version))
         try:
             async with asyncio.TaskGroup() as loops:
                 self.rollouts = loops.create_task(self._rollout(), name="rollout")
@@ -171,12 +186,11 @@ class Run:
     async def _evaluate(self) -> None:
         while True:
             step, version = await self.evaluations.get()
-            started = time.monotonic()
-            accuracy = await self._accuracy(version)
+            evaluation = await self.evaluator.evaluate(version)
             self.channel.unpin(version)
-            result = {"accuracy/eval": accuracy, "time/eval_s": time.monotonic() - started}
-            self.rows.evaluated(step, result)
-            self.parts.progress.evaluated(step, accuracy)
+            before = step == BEFORE_ALL_STEPS
+            self.rows.evaluated(max(step, 0), evaluation.metrics("_start" if before else ""))
+            self.parts.progress.evaluated(step, evaluation.accuracy)
             self.evaluations.task_done()
 
     async def _save(self) -> None:
@@ -215,9 +229,10 @@ class Run:
         ]
         with self.timings.measure("reward_s"):
             groups = await self.waits.within(
-                in_daemon_thread(self._score, groups),
+                in_daemon_thread(scored, self.task, groups),
                 lambda: f"rollout waited for the rewards of groups {indices[0]} to {indices[-1]}",
             )
+        self._tell_problems(groups)
         for group in groups:
             if config.rollout.drop_equal_rewards and len(set(group.rewards)) == 1:
                 self.dropped.append(group)
@@ -225,16 +240,16 @@ class Run:
             else:
                 self.buffer.put(group)
 
-    def _score(self, groups: Sequence[Group]) -> list[Group]:
-        size = self.config.rollout.group_size
-        rewards = self.parts.task.score(
-            [group.prompt.example for group in groups for _ in group.completions],
-            [completion.text for group in groups for completion in group.completions],
-        )
-        return [
-            replace(group, rewards=tuple(rewards[size * i : size * (i + 1)]))
-            for i, group in enumerate(groups)
-        ]
+    def _tell_problems(self, groups: Sequence[Group]) -> None:
+        """A line the first time that a reward could not be told, for each thing that went wrong."""
+        for group in groups:
+            for completion, problem in zip(group.completions, group.problems, strict=False):
+                if problem and problem not in self.problems_told:
+                    self.problems_told.add(problem)
+                    self.parts.progress.message(
+                        f"reward 0, {problem} (reward/problems counts these), "
+                        f"{group.prompt.example.source}: {shorten(completion.text)}"
+                    )
 
     def _version_for(self, index: int) -> int | None:
         """Weights that sample a group: exact mode names them, bounded mode takes the newest."""
@@ -306,7 +321,7 @@ class Run:
             self.alarmed = True
             self.parts.progress.message(f"step {step}: {report.alarm.reason}")
         evaluate = bool(self.parts.held_out) and self._is_due(self.config.train.eval_every)
-        self.rows.add(row, needs_evaluation=evaluate)
+        self.rows.add(row, evaluations=evaluate + (self.evaluates_start and step == 0))
         if evaluate:
             self.channel.pin(report.version)
             await self.waits.within(
@@ -323,30 +338,6 @@ class Run:
         return self.steps_done == self.config.train.steps or (
             every > 0 and self.steps_done % every == 0
         )
-
-    async def _accuracy(self, version: int) -> float:
-        """Mean reward of one greedy answer per held-out row; requests as large as the rollouts'."""
-        config, held_out = self.config, self.parts.held_out
-        sampling = Sampling(config.engine.temperature, config.engine.max_new_tokens, greedy=True)
-        size = config.rollout.group_size * (
-            config.engine.batch_groups or config.rollout.groups_per_step
-        )
-        texts: list[str] = []
-        for start in range(0, len(held_out), size):
-            requests = [
-                GenerationRequest(start + i, prompt.token_ids, 1, stream="evaluation")
-                for i, prompt in enumerate(held_out[start : start + size])
-            ]
-            generation = await self.waits.within(
-                self.engine.generate(requests, sampling, version=version),
-                lambda: f"evaluate waited for the engine (version {version})",
-            )
-            texts += [completions[0].text for completions in generation.completions]
-        rewards = await self.waits.within(
-            in_daemon_thread(self.parts.task.score, [prompt.example for prompt in held_out], texts),
-            lambda: f"evaluate waited for the rewards of version {version}",
-        )
-        return sum(rewards) / len(rewards)
 
     def _checkpoint(self) -> Checkpoint:
         exact = self.config.rollout.lag_mode == "exact"
@@ -367,7 +358,7 @@ class Run:
     def _write(self, checkpoint: Checkpoint) -> Path:
         return write_checkpoint(
             checkpoint,
-            self.parts.run_dir / "checkpoints",
+            self.parts.run_dir / CHECKPOINTS_FOLDER,
             self.trainer.model,
             self.parts.tokenizer,
             self.config.train.keep_checkpoints,

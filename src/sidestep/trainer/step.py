@@ -123,7 +123,7 @@ class Trainer:
             max_norm=config.train.max_norm,
             named_parameters=model.named_parameters(),
         )
-        self.alarm = Alarm()
+        self.alarm = Alarm(**config.alarm.model_dump())
         # Weights of a past version, for a control that compares with them; the run says where from.
         self.weights_of: Callable[[int], Weights] | None = None
 

@@ -1,0 +1,50 @@
+"""What a handle of an adapter has that cannot use `sidestep.attach`: notes and state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sidestep.control.controller import GradientControl
+from sidestep.control.facts import Behaviour, StepFacts
+
+
+class Notes:
+    """Facts about the coming step, and the control's state, as `ControlHandle` has them."""
+
+    def __init__(self, control: GradientControl) -> None:
+        self.control = control
+        self._notes: dict[str, Any] = {}
+
+    def note(
+        self,
+        *,
+        batch: int | str | None = None,
+        lag: float | None = None,
+        drift: float | None = None,
+        behaviour: Behaviour | None = None,
+        expected: float | None = None,
+    ) -> None:
+        """Say what the coming step is made of, and only that one; see `GradientControl.apply`."""
+        StepFacts(batch, lag, drift, behaviour, expected)  # a wrong one is refused here
+        said = {
+            "batch": batch,
+            "lag": lag,
+            "drift": drift,
+            "behaviour": behaviour,
+            "expected": expected,
+        }
+        self._notes.update({key: value for key, value in said.items() if value is not None})
+
+    def take_notes(self) -> dict[str, Any]:
+        """What was said about this step; said once."""
+        notes, self._notes = self._notes, {}
+        return notes
+
+    def state_dict(self) -> dict[str, Any]:
+        """The control's state, of this rank; the host's checkpoints do not hold it."""
+        return self.control.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; see `GradientControl.load_state_dict`."""
+        self.control.load_state_dict(state)

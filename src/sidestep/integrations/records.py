@@ -1,0 +1,53 @@
+"""Where the records of a control go in a host that has no place for them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import torch.distributed as dist
+
+from sidestep.control.alarm import Alarm
+from sidestep.control.record import ControlRecord
+
+_log = logging.getLogger(__name__)
+
+
+class RecordLog:
+    """One JSON object per optimizer step, on rank 0, and a warning when the alarm goes off.
+
+    path: lines are appended to this file (folders are made); None: only the log and the alarm. A
+        line has the fields of `ControlRecord`, and `alarm` ("ok" | "watch" | "alarm") with
+        `alarm_reason`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self._path = None if path is None else Path(path)
+        self._alarm = Alarm()
+        self._level = "ok"
+
+    def add(self, record: ControlRecord) -> None:
+        if rank() != 0:
+            return
+        state = self._alarm.update(
+            cosine=record.cosine, norm=record.norm_gradient, excess=record.excess
+        )
+        if state.level == "alarm" and self._level != "alarm":
+            _log.warning("sidestep, step %d: %s", record.step, state.reason)
+        self._level = state.level
+        _log.debug("sidestep, step %d: %s (%s)", record.step, record.regime, record.reason)
+        if self._path is None:
+            return
+        row = {**record.as_dict(), "alarm": state.level, "alarm_reason": state.reason}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row, allow_nan=False) + "\n")
+
+
+def rank() -> int:
+    """This process's rank; what the launcher says before torch.distributed is up."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0"))

@@ -435,7 +435,7 @@ def test_a_group_can_say_itself_that_its_decay_is_decoupled():
         defaults = {"lr": 0.1, "weight_decay": 0.1, "decoupled_weight_decay": said}
         handle = attach(Own([weight], defaults), GradientControl(space="update"))
         weight.grad = torch.ones(1)
-        handle._optimizer.step()
+        handle.optimizer.step()
         assert handle.last.norm_raw == pytest.approx(norm, rel=1e-5)
 
 

@@ -53,6 +53,7 @@ from sidestep.control.attach import ControlHandle, attach
 from sidestep.control.checks import require_count
 from sidestep.control.controller import GradientControl
 from sidestep.control.facts import require_max_norm
+from sidestep.control.handle import handle_of
 from sidestep.control.record import ControlRecord
 from sidestep.integrations.auto_settings import parse
 from sidestep.integrations.records import RecordLog
@@ -206,8 +207,7 @@ def _why_not(optimizer: Optimizer) -> str | None:
     host = _inside()
     if host is not None:
         return f"it steps inside {host}: use sidestep.integrations.{host}"
-    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
-    if any(isinstance(getattr(hook, "__self__", None), ControlHandle) for hook in hooks):
+    if handle_of(optimizer) is not None:
         return "it has a control"
     for name in _names(optimizer):
         if any(word in name.lower() for word in _VALUE_NAMES):

@@ -52,7 +52,7 @@ def test_lag_of_a_real_server_is_measured_and_control_acts(server_model_dir, tmp
     callback = SidestepCallback(GradientControl(low=0.0, high=0.95))
     records, probe = Records(callback), Probe()
     with vllm_server(server_model_dir, tmp_path / "vllm.log") as url:
-        rollouts = ServerRollouts(url, server_model_dir, tokenizer, folder, ahead=2)
+        rollouts = ServerRollouts(url, server_model_dir, tokenizer, folder, ahead=1)
         trainer = async_trainer(
             server_model_dir,
             tmp_path / "run",
@@ -64,19 +64,21 @@ def test_lag_of_a_real_server_is_measured_and_control_acts(server_model_dir, tmp
         )
         trainer.train()
         prompt = tokenizer("12+34=").input_ids
-        choice = rollouts.ask(prompt, max_tokens=1, temperature=0.0)[0]
+        choice = rollouts.ask([prompt], max_tokens=1, temperature=0.0)[0]
     lines = [line for line in trainer.state.log_history if "loss" in line]
     lags = [line["lag/mean"] for line in lines]
     print("lag/mean by step:", lags)
     assert len(records.found) == len(lines) == STEPS
     assert lags[0] == 0.0
     settled = sum(lags[10:]) / len(lags[10:])
-    assert 2.5 <= settled <= 5.0
+    assert 2.5 <= settled <= 4.5
     # Samples are those of the weights that were sent: the server answers as the trained model does.
     assert lines[0]["ratio"] == pytest.approx(1.0, abs=1e-3)
     assert rollouts.num_sent == STEPS + 1
     said = choice["logprobs"]["token_logprobs"][0]
-    trained = next_token_logprob(trainer.model, prompt, choice["token_ids"][0])
+    model = Qwen3ForCausalLM.from_pretrained(server_model_dir)
+    model.load_state_dict(trainer.model.state_dict())
+    trained = next_token_logprob(model, prompt, choice["token_ids"][0])
     assert said == pytest.approx(trained, abs=1e-3)
     assert {"pass", "project"} <= set(records.regimes)
     assert_projected_as_promised(records.found, probe)

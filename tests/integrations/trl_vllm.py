@@ -135,15 +135,17 @@ class ServerRollouts:
                 continue
 
     def _sample(self):
-        for _ in range(PROMPTS):
-            version = self.version
-            a, b = 10 + self.num_groups % 80, 10 + self.num_groups * 7 % 80
-            prompt = self.tokenizer(f"{a}+{b}=").input_ids
-            choices = self.ask(prompt, n=GROUP, max_tokens=LENGTH, temperature=1.0)
-            texts = [choice["text"] for choice in choices]
-            rewards = np.array(digit_share(None, texts))
+        """Two optimizer steps' worth in one request; each sample is of the version at its start."""
+        version, numbers = self.version, range(self.num_groups, self.num_groups + 2 * PROMPTS)
+        texts = [f"{10 + k % 80}+{10 + 7 * k % 80}=" for k in numbers]
+        prompts = [self.tokenizer(text).input_ids for text in texts]
+        choices = self.ask(prompts, n=GROUP, max_tokens=LENGTH, temperature=1.0)
+        self.num_groups += len(prompts)
+        for i, (number, prompt) in enumerate(zip(numbers, prompts, strict=True)):
+            group = choices[i * GROUP : (i + 1) * GROUP]
+            rewards = np.array(digit_share(None, [choice["text"] for choice in group]))
             advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
-            for choice, reward, advantage in zip(choices, rewards, advantages, strict=True):
+            for choice, reward, advantage in zip(group, rewards, advantages, strict=True):
                 ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
                 yield RolloutSample(
                     prompt=[],
@@ -153,13 +155,12 @@ class ServerRollouts:
                     old_log_probs=np.pad(np.float32(logprobs), (len(prompt), 0)),
                     advantage=float(advantage),
                     model_version=version,
-                    group_id=self.num_groups,
+                    group_id=number,
                     metrics={"reward": float(reward)},
                 )
-            self.num_groups += 1
 
-    def ask(self, prompt, **options):
-        body = {"model": self.model, "prompt": prompt, "logprobs": 0, "return_token_ids": True}
+    def ask(self, prompts, **options):
+        body = {"model": self.model, "prompt": prompts, "logprobs": 0, "return_token_ids": True}
         return post(f"{self.url}/v1/completions", **body, **options).json()["choices"]
 
 

@@ -2,10 +2,10 @@
 
     python benchmarks/trl_overhead.py
 
-The packaged model (0.14M parameters), 64 completions of up to 4 tokens a step, one thread. Own time
-is that of the callback's events and of the control's two hooks in `optimizer.step()`; a step is all
-from its beginning to its end, sampling included. Each step gives a ratio, own time over the rest;
-the median is reported, in CPU time of the thread and by the clock.
+The packaged model (0.14M parameters), 64 or 512 completions of up to 4 tokens a step, one thread.
+Own time is that of the callback's events and of the control's two hooks in `optimizer.step()`; a
+step is all from its beginning to the next one's, sampling included. Each step gives a ratio, own
+time over the rest; the median is reported, in CPU time of the thread and by the clock.
 """
 
 import random
@@ -24,7 +24,7 @@ from sidestep import GradientControl
 from sidestep.integrations.trl import SidestepCallback
 from sidestep.models.packaged import packaged_model_path
 
-STEPS, WARM_UP = 60, 10
+STEPS, WARM_UP = 50, 10
 CLOCKS = {"cpu": time.thread_time, "wall": time.perf_counter}
 EVENTS = (
     "on_step_begin",
@@ -104,16 +104,16 @@ def is_right(prompts, completions, **columns):
     return [float(said == right) for said, right in zip(completions, sums, strict=True)]
 
 
-def measure(**settings):
+def measure(batch_size, **settings):
     draw = random.Random(0)
-    prompts = [f"{draw.randrange(100):02d}+{draw.randrange(100):02d}=" for _ in range(4_000)]
+    prompts = [f"{draw.randrange(100):02d}+{draw.randrange(100):02d}=" for _ in range(8_000)]
     callback = Timed(GradientControl(**settings))
     steps = Steps(callback.own)
     with tempfile.TemporaryDirectory() as folder:
         args = GRPOConfig(
             output_dir=folder,
             max_steps=STEPS,
-            per_device_train_batch_size=64,
+            per_device_train_batch_size=batch_size,
             num_generations=8,
             max_completion_length=4,
             learning_rate=1e-4,
@@ -135,6 +135,13 @@ def measure(**settings):
     return {
         name: {
             "ratio_median": statistics.median(steps.ratios[name][WARM_UP:]),
+            "own_ms_median": 1e3
+            * statistics.median(
+                seconds * ratio / (1 + ratio)
+                for seconds, ratio in zip(
+                    steps.seconds[name][WARM_UP:], steps.ratios[name][WARM_UP:], strict=True
+                )
+            ),
             "step_ms_median": 1e3 * statistics.median(steps.seconds[name][WARM_UP:]),
         }
         for name in CLOCKS
@@ -148,9 +155,13 @@ def main():
         "control, always projecting": {"low": -1.0, "high": 1.0},
         "control, update space": {"space": "update", "reference": "displacement"},
     }
-    results = {name: measure(**settings) for name, settings in cases.items()}
+    results = {
+        f"{name}, {batch_size} completions": measure(batch_size, **settings)
+        for batch_size in (64, 512)
+        for name, settings in cases.items()
+    }
     for name, found in results.items():
-        print(name, found)
+        print(name, *(f"{key} {value:.4f}" for key, value in found["cpu"].items()))
     print(save_results("trl_overhead", results))
 
 

@@ -3,9 +3,11 @@
 import sys
 
 import torch
-from hosts_fakes import HOSTS, SHAPES, make_packages
+from hosts_fakes import HOSTS, SHAPES, FakeChain, FakePart, Recording, make_packages
+from torch.nn import Parameter
 
 from sidestep.control import GradientControl
+from sidestep.integrations import megatron
 
 
 def nan_on_one_rank(rank, num_ranks, folder, name):
@@ -29,3 +31,16 @@ def nan_on_one_rank(rank, num_ranks, folder, name):
         "same": torch.equal(weights[0], weights[1]),
         "moved": not torch.equal(weights[1], weights[2]),
     }
+
+
+def megatron_slices(rank, num_ranks, folder):
+    """Each rank has a slice of one parameter, and both a copy of another, counted on rank 0."""
+    slices, copy = (Parameter(torch.zeros(2)) for _ in range(2))
+    parts = [FakePart(Recording([p], lr=0.1), 0.0) for p in (slices, copy)]
+    parts[1].counted = lambda parameter: rank == 0
+    handle = megatron.attach(chain := FakeChain(parts), GradientControl(mode="observe"))
+    for sign in (1.0, -1.0):
+        slices.grad = torch.tensor([3.0 * sign, 0.0] if rank == 0 else [0.0, 4.0])
+        copy.grad = torch.tensor([1.0, 2.0])
+        chain.step()
+    return {"record": handle.last.as_dict()}

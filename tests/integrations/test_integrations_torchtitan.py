@@ -40,7 +40,9 @@ def new_parts():
 @pytest.mark.parametrize("groups", [("AdamW",), ("AdamW", "Adam")])
 def test_observing_the_real_container_is_bitwise_the_container_alone(groups):
     bare, watched = new_parts(), new_parts()
-    train(real_container(bare, groups), bare)
+    alone = real_container(bare, groups)
+    alone.state_dict()
+    train(alone, bare)
     installed = torchtitan.install(GradientControl(mode="observe"))
     container = real_container(watched, groups)
     assert len(container.optimizers) == 2 * len(groups)

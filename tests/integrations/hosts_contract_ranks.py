@@ -38,9 +38,9 @@ def megatron_slices(rank, num_ranks, folder):
     slices, copy = (Parameter(torch.zeros(2)) for _ in range(2))
     parts = [FakePart(Recording([p], lr=0.1), 0.0) for p in (slices, copy)]
     parts[1].counted = lambda parameter: rank == 0
-    handle = megatron.attach(chain := FakeChain(parts), GradientControl(mode="observe"))
+    handle = megatron.attach(chain := FakeChain(parts), GradientControl(above="project"))
     for sign in (1.0, -1.0):
         slices.grad = torch.tensor([3.0 * sign, 0.0] if rank == 0 else [0.0, 4.0])
         copy.grad = torch.tensor([1.0, 2.0])
         chain.step()
-    return {"record": handle.last.as_dict()}
+    return {"record": handle.last.as_dict(), "copy": copy.grad.tolist()}

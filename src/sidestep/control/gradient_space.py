@@ -81,9 +81,7 @@ class Gradients:
         self.holdings, self.is_measurable = _NOTHING, True
         try:
             require_measurable(self.grads)
-            self.holdings = holdings(
-                self.parameters, asked.local_parameters, asked.copies
-            )
+            self.holdings = holdings(self.parameters, asked.local_parameters, asked.copies)
         except ValueError:
             # "off" without clipping does not stop an optimizer that takes such gradients
             self.is_measurable = False

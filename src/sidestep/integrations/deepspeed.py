@@ -31,7 +31,7 @@ from sidestep.integrations.hosts import Host
 from sidestep.integrations.notes import Notes
 from sidestep.integrations.records import RecordLog
 
-HOST = Host("deepspeed", oldest="0.19.0", tested="0.19.8")
+HOST = Host("deepspeed", oldest="0.19.8", tested="0.19.8")
 
 _ZERO_1_2, _ZERO_3 = "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"
 # What is used of them, beside the functions of deepspeed.utils.

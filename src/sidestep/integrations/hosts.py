@@ -80,8 +80,8 @@ class Host:
     def _moved(self, where: str, what: str) -> ValueError:
         return ValueError(
             f"{self.package}: the place to attach to has moved: {where}: {what}. This adapter "
-            f"knows {self.package} {self.oldest} to {self.tested}; use sidestep.attach on its optimizer, "
-            "or sidestep.integrations.auto, and report it"
+            f"knows {self.package} {self.oldest} to {self.tested}; use sidestep.attach on its "
+            "optimizer, or sidestep.integrations.auto, and report it"
         )
 
 

@@ -33,6 +33,7 @@ from sidestep.integrations.records import RecordLog
 HOST = Host("torchtitan", oldest="0.3.0", tested="0.3.0")
 
 _MODULE = "torchtitan.components.optimizer"
+_MARK = "_sidestep_installed"
 _log = logging.getLogger(__name__)
 
 
@@ -65,6 +66,7 @@ class Installed:
             build(container, *args, **kwargs)
             self._attach(container)
 
+        setattr(__init__, _MARK, True)
         self._patches.replace(container_class, "__init__", __init__)
 
     def _attach(self, container: Any) -> None:
@@ -119,7 +121,7 @@ def install(
             f"torchtitan: the place to attach to has moved: {_MODULE} has no OptimizersContainer "
             "that is a torch optimizer"
         )
-    if getattr(container_class.__init__, "__module__", "") == __name__:
+    if _MARK in vars(vars(container_class).get("__init__", object)):
         raise ValueError("a control is installed in TorchTitan: uninstall() that one first")
     installed = Installed(control, max_norm, RecordLog(log))
     installed._patch(container_class)

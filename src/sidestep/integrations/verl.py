@@ -32,6 +32,7 @@ from sidestep.integrations.records import RecordLog
 HOST = Host("verl", oldest="0.9.1", tested="0.9.1")
 
 _MODULE = "verl.workers.engine.fsdp.transformer_impl"
+_MARK = "_sidestep_installed"
 _log = logging.getLogger(__name__)
 
 
@@ -75,6 +76,7 @@ class Installed:
                 self._log.add(record)
             return result
 
+        setattr(optimizer_step, _MARK, True)
         self._patches.replace(engine_class, "optimizer_step", optimizer_step)
 
     def _takes(self, engine: Any, is_critic: type) -> bool:
@@ -145,7 +147,7 @@ def install(
             )
     assert engine_class is not None
     assert critic_class is not None
-    if getattr(engine_class.optimizer_step, "__module__", "") == __name__:
+    if _MARK in vars(vars(engine_class).get("optimizer_step", object)):
         raise ValueError("a control is installed in verl's FSDPEngine: uninstall() that one first")
     installed = Installed(control, max_norm, RecordLog(log))
     installed._patch(engine_class, critic_class)

@@ -69,7 +69,9 @@ def bend_task(task, draw):
     if task["eval_path"] is not None:
         task["eval_split"] = None
     if task["kind"] == "reasoning_gym":
-        task["dataset"], task["mix"] = draw(st.sampled_from([("chain_sum", None), (None, {"a": 2.0})]))
+        task["dataset"], task["mix"] = draw(
+            st.sampled_from([("chain_sum", None), (None, {"a": 2.0})])
+        )
     if task["columns"] is not None:
         names = st.sampled_from(MAPPED_COLUMNS)
         task["columns"] = draw(st.dictionaries(names, st.text(), max_size=3))

@@ -80,9 +80,7 @@ def test_no_question_is_both_trained_on_and_held_out_and_what_went_is_said():
     assert not {row.prompt for row in task.train} & {row.prompt for row in task.held_out}
     lost = 300 - len(task.train)
     assert lost > 0
-    assert task.notices == (
-        f"{lost} of 300 questions made to train on are held out too: left out",
-    )
+    assert task.notices == (f"{lost} of 300 questions made to train on are held out too: left out",)
 
 
 def test_neighbouring_seeds_share_no_question():

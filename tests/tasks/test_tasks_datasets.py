@@ -55,7 +55,7 @@ def test_splits_of_a_saved_dict_are_chosen_by_name(tmp_path):
     datasets.DatasetDict(several).save_to_disk(tmp_path / "d")
     task = dataset_task(tmp_path / "d", eval_split="test")
     assert (len(task.train), len(task.held_out)) == (20, 10)
-    with pytest.raises(UsageError, match="has no split 'tset' .*; did you mean 'test'"):
+    with pytest.raises(UsageError, match=r"has no split 'tset' .*; did you mean 'test'"):
         dataset_task(tmp_path / "d", split="tset")
     with pytest.raises(UsageError, match=r"task\.eval_split 'train': the split that is trained on"):
         dataset_task(tmp_path / "d", eval_split="train")

@@ -1,4 +1,4 @@
-"""Mathematics: published forms of rows, math-verify's verdicts, and a worker that may hang or die."""
+"""Mathematics: published forms of rows, math-verify's verdicts, a worker that may hang or die."""
 
 import json
 import os

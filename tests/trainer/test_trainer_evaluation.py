@@ -5,9 +5,9 @@ import itertools
 import json
 
 import pytest
-from fakes import FakeEngine
 from local_run import VowelTask, run_locally, small_config
 
+from fakes import FakeEngine
 from sidestep.tasks.protocol import Judgement, as_full
 from sidestep.trainer.evaluation import Evaluator, pass_at_k
 from sidestep.trainer.waits import Waits

@@ -40,8 +40,8 @@ def load_gym() -> Any:
 class Gym:
     """The data sets of one task.
 
-    names: to weights. options: to settings. key: of the config, for messages. Raises UsageError for a name that is not offered (with
-    the nearest), or settings that the data set refuses.
+    names: to weights. options: to settings. key: of the config, for messages. Raises UsageError for
+    a name that is not offered (with the nearest), or settings that the data set refuses.
     """
 
     def __init__(

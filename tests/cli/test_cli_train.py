@@ -162,7 +162,8 @@ def test_a_folder_without_a_run_in_it_may_be_used(sidestep, fake_run):
         (
             ["snyc"],
             "snyc: no such recipe file (did you mean 'sync'? packaged recipes: "
-            "naive-async-controlled, naive-async, quickstart, sync)",
+            "math, naive-async-controlled, naive-async, quickstart, reasoning-mix, "
+            "smollm2-chain-sum, sync)",
         ),
         (
             ["bad.toml"],

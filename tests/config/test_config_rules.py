@@ -177,7 +177,8 @@ from sidestep.errors import UsageError
         ),
         (
             ["eval.samples=2", "eval.pass_at=[1, 4]"],
-            "eval.pass_at = [1, 4] needs 4 samples, eval.samples = 2: set eval.samples to at least 4",
+            "eval.pass_at = [1, 4] needs 4 samples, eval.samples = 2: "
+            "set eval.samples to at least 4",
         ),
     ],
 )

@@ -109,7 +109,8 @@ def test_a_mix_has_its_weights_and_scores_each_question_with_its_own_data_set():
     [
         ({"dataset": "chainsum"}, "task.dataset 'chainsum': reasoning-gym offers "),
         ({"dataset": "chainsum"}, "did you mean 'chain_sum' or"),
-        ({"mix": {"leg_countin": 1.0}}, "did you mean 'leg_counting'?"),
+        ({"mix": {"leg_countin": 1.0}}, "task.mix 'leg_countin': reasoning-gym offers"),
+        ({"mix": {"leg_countin": 1.0}}, "did you mean 'leg_counting' or"),
         ({"dataset": "qqqq"}, "see reasoning_gym.factory.DATASETS"),
         ({"dataset": "chain_sum", "options": {"max_term": 3}}, "did you mean 'max_terms'?"),
         ({"dataset": "chain_sum", "options": {"max_terms": 1}}, "max_terms must be >= min_terms"),

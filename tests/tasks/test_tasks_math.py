@@ -1,4 +1,4 @@
-"""Mathematics: published forms of rows, math-verify's verdicts, and a worker that may hang or die."""
+"""Mathematics: published forms of rows, math-verify's verdicts, a worker that may hang or die."""
 
 import json
 import os
@@ -220,15 +220,15 @@ def test_the_last_boxed_counts_braces():
 
 
 def test_rows_whose_right_answer_cannot_be_read_are_left_out_counted_and_shown(math_task):
-    """Not for lack of a reward: no completion could be right, and a group of zeros teaches nothing."""
+    """No completion could be right there, and a group of zeros teaches nothing."""
     row = {"problem": "p", "answer": "7"}
-    task = math_task(row, {"problem": "q", "answer": "{}"}, row)
+    task = math_task(row, {"problem": "q", "answer": "\\text{}"}, row)
     assert [example.prompt for example in task.train] == ["p", "p"]
     (notice,) = task.notices
     assert notice.startswith("1 of 3 rows left out: math-verify does not understand their `answer`")
-    assert "data.jsonl:2: '{}'" in notice
+    assert "data.jsonl:2: " in notice
     with pytest.raises(UsageError, match=r"math-verify understands no `answer` \(the first: "):
-        math_task({"problem": "q", "answer": "{}"})
+        math_task({"problem": "q", "answer": "\\text{}"})
 
 
 def test_a_worker_that_cannot_start_ends_the_run_and_says_why(monkeypatch):

@@ -42,7 +42,7 @@ def test_evaluation_is_greedy_on_every_held_out_row_with_the_weights_after_its_s
     versions = [version for _, _, version, _ in evaluations]
     assert [answered for *_, answered in evaluations] == versions
     rows = rows_of(tmp_path / "run" / "metrics.jsonl")
-    assert versions == [rows[step]["version"] for step in (1, 3, 5)]
+    assert versions == [0] + [rows[step]["version"] for step in (1, 3, 5)]  # 0: untrained
     for requests, sampling, _, _ in evaluations:
         assert sampling.greedy
         assert [request.num_completions for request in requests] == [1] * len(task.held_out)

@@ -87,7 +87,7 @@ def _split(config: TaskConfig, gym: Gym | None) -> Split:
 
 def _gym(config: TaskConfig) -> Gym:
     if config.mix is not None:
-        return Gym(config.mix, config.options or {})
+        return Gym(config.mix, config.options or {}, key="task.mix")
     assert config.dataset is not None  # one of the two: a rule
     return Gym({config.dataset: 1.0}, {config.dataset: config.options or {}})
 

@@ -40,19 +40,22 @@ def load_gym() -> Any:
 class Gym:
     """The data sets of one task.
 
-    names: to weights. options: to settings. Raises UsageError for a name that is not offered (with
-    the nearest), or settings that the data set refuses.
+    names: to weights. options: to settings. key: of the config, for messages. Raises UsageError for
+    a name that is not offered (with the nearest), or settings that the data set refuses.
     """
 
     def __init__(
-        self, names: Mapping[str, float], options: Mapping[str, Mapping[str, Any]]
+        self,
+        names: Mapping[str, float],
+        options: Mapping[str, Mapping[str, Any]],
+        key: str = "task.dataset",
     ) -> None:
         self._library = load_gym()
         from reasoning_gym.factory import DATASETS
 
         for name in names:
             if name not in DATASETS:
-                raise _not_offered(name, DATASETS)
+                raise _not_offered(key, name, DATASETS)
         for name in options:
             if name not in names:
                 raise UsageError(
@@ -171,7 +174,7 @@ def _check_settings(name: str, settings: Any, config_class: Any) -> None:
             raise UsageError(f"task.options: {name} has no setting {setting!r}; {fix}")
 
 
-def _not_offered(name: str, offered: Mapping[str, Any]) -> UsageError:
+def _not_offered(key: str, name: str, offered: Mapping[str, Any]) -> UsageError:
     near = difflib.get_close_matches(name, offered, n=3, cutoff=0.5)
     fix = (
         f"did you mean {' or '.join(map(repr, near))}?"
@@ -179,6 +182,6 @@ def _not_offered(name: str, offered: Mapping[str, Any]) -> UsageError:
         else ("see reasoning_gym.factory.DATASETS for the names")
     )
     return UsageError(
-        f"task.dataset {name!r}: reasoning-gym offers {len(offered)} data sets and none of that "
+        f"{key} {name!r}: reasoning-gym offers {len(offered)} data sets and none of that "
         f"name; {fix}"
     )

@@ -60,7 +60,8 @@ def _text(example: Example, tokenizer: PreTrainedTokenizerBase) -> str:
     if tokenizer.chat_template is None:
         raise UsageError(
             f"{example.source}: chat messages, but the tokenizer of model.path has no chat "
-            "template; give `prompt` as text, or a model whose tokenizer has one"
+            "template; give a model whose tokenizer has one, or `prompt` as text (without "
+            "task.chat and task.system_prompt)"
         )
     messages = [dict(message) for message in example.prompt]
     try:

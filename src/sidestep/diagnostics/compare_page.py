@@ -53,7 +53,7 @@ def write_comparison(path: Path, comparison: Comparison) -> None:
 
 def table_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     """The comparison as texts, in the order of HEADERS."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for row in comparison.rows:
         reached = f" ({row.num_reached} of {row.num_seeds})"
         seeds = f"{row.num_seeds}" + (

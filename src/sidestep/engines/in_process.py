@@ -13,6 +13,7 @@ from pathlib import Path
 from sidestep.engines.messages import EngineSettings, pack_call, unpack_answer
 from sidestep.engines.protocol import Generation, GenerationRequest, Sampling
 from sidestep.engines.server import EngineServer
+from sidestep.errors import EngineError
 
 
 class InProcessEngine:
@@ -33,6 +34,7 @@ class InProcessEngine:
         self._settings = EngineSettings(str(model_path), str(channel), seed, device, dtype)
         self._server: EngineServer | None = None
         self._turn = asyncio.Lock()
+        self._is_closed = False
 
     @property
     def version(self) -> int:
@@ -56,9 +58,12 @@ class InProcessEngine:
         return unpack_answer(answer, requests)
 
     async def close(self) -> None:
+        self._is_closed = True
         self._server = None
 
     def _ready(self) -> EngineServer:
+        if self._is_closed:
+            raise EngineError("the engine was closed")
         if self._server is None:
             self._server = EngineServer(self._settings)
         return self._server

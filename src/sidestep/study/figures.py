@@ -64,7 +64,7 @@ def stability_map(study: Study, results: Sequence[Result], task: str) -> go.Figu
         cols=min(COLUMNS, len(methods)),
         subplot_titles=[escape(name) for name in methods],
         horizontal_spacing=0.06,
-        vertical_spacing=0.3 / num_rows,
+        vertical_spacing=0.4 / num_rows,
     )
     for number, method in enumerate(methods):
         at: dict[tuple[int, float], list[Result]] = {}
@@ -94,7 +94,7 @@ def stability_map(study: Study, results: Sequence[Result], task: str) -> go.Figu
     figure.update_yaxes(tickvals=list(range(len(lags))), ticktext=[str(lag) for lag in lags])
     bar = {"thickness": 12, "outlinewidth": 0}
     figure.update_layout(coloraxis={"colorscale": "RdYlGn", "cmin": 0, "colorbar": bar})
-    height = num_rows * (60 + 46 * len(lags)) + 80
+    height = num_rows * (130 + 46 * len(lags)) + 60
     return finish(figure, height=height, top=48).update_layout(hovermode="closest")
 
 

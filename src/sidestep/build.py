@@ -26,6 +26,8 @@ from sidestep.diagnostics.recorder import Recorder
 from sidestep.doctor import checked
 from sidestep.engines.channel import WeightChannel
 from sidestep.engines.embedded import EmbeddedEngine
+from sidestep.engines.pool import EnginePool
+from sidestep.engines.protocol import Engine
 from sidestep.errors import CheckpointError, UsageError
 from sidestep.models.loading import (
     check_model,
@@ -61,6 +63,7 @@ class Inputs:
     prompts: Sequence[Prompt]
     held_out: Sequence[Prompt]
     device: torch.device
+    engine_device: torch.device
 
 
 def train(config: RunConfig, run_dir: Path | str | None = None, *, resume: bool = False) -> Path:
@@ -102,6 +105,7 @@ def check_inputs(config: RunConfig) -> Inputs:
         prompts=encode_examples(task.train, tokenizer, *limits),
         held_out=encode_examples(task.held_out, tokenizer, *limits),
         device=resolve_device(config.model.device),
+        engine_device=resolve_device(config.engine.device or config.model.device, "engine.device"),
     )
 
 
@@ -153,13 +157,7 @@ async def _train(
         channel = WeightChannel(run_dir / "weights")
         channel.clear()  # what a killed run left
         stack.callback(channel.close)
-        engine = EmbeddedEngine(
-            model_path=inputs.model_folder,
-            channel=channel.folder,
-            seed=config.seed,
-            device=str(inputs.device),
-            dtype=config.model.dtype,
-        )
+        engine = make_engine(config, inputs, channel)
         starting = asyncio.create_task(engine.start())  # imports torch while the model loads here
         try:
             trainer = await asyncio.to_thread(build_trainer, config, inputs, checkpoint)
@@ -201,10 +199,31 @@ async def _train(
     inputs.tokenizer.save_pretrained(run_dir / "final")
 
 
+def make_engine(config: RunConfig, inputs: Inputs, channel: WeightChannel) -> Engine:
+    """The engine of `[engine]`, not started; several processes behind one with replicas."""
+    processes = [
+        EmbeddedEngine(
+            model_path=inputs.model_folder,
+            channel=channel.folder,
+            seed=config.seed,
+            device=str(inputs.engine_device),
+            dtype=config.engine.dtype or config.model.dtype,
+            attention=config.model.attn_implementation,
+        )
+        for _ in range(config.engine.replicas)
+    ]
+    return processes[0] if len(processes) == 1 else EnginePool(processes)
+
+
 def build_trainer(config: RunConfig, inputs: Inputs, checkpoint: Checkpoint | None) -> Trainer:
     """Model, optimizer and control; as the checkpoint left them, if there is one."""
     torch.manual_seed(config.seed)
-    model = load_model(str(inputs.model_folder), config.model.dtype, inputs.device)
+    model = load_model(
+        str(inputs.model_folder),
+        config.model.dtype,
+        inputs.device,
+        config.model.attn_implementation,
+    )
     trainer = Trainer(model, config, inputs.device)
     if checkpoint:
         trainer.load_state_dict(checkpoint.model, checkpoint.trainer)

@@ -8,9 +8,9 @@ from local_run import equal_weights, run_locally, small_config, weights_of
 from step_support import batch_of, sampled_groups, trainer_for
 
 from sidestep.losses import ADVANTAGES, ANCHORS, CORRECTIONS, POLICIES, count_denominators
+from sidestep.trainer.forward import completion_logprobs
 from sidestep.trainer.loss import objective_of
 from sidestep.trainer.parts import Sample
-from sidestep.trainer.step import completion_logprobs
 
 
 def stale_batch(model_dir, shift=0.3):

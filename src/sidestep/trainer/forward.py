@@ -54,7 +54,7 @@ def choose_layout(config: TrainConfig, *models: Any) -> Layout:
 
     Raises UsageError for "packed" where a model's log-probabilities would be wrong.
     """
-    if config.layout not in ("auto", "packed"):
+    if config.layout == "padded" or config.layout == "bucketed":
         return config.layout
     for model in models:
         why_not = obstacle(model) if model is not None else None

@@ -45,7 +45,13 @@ def main() -> None:
     for repeat in range(arguments.repeats):
         for name, keys in settings.items():
             run = train(
-                None, train__steps=arguments.steps, train__eval_every=0, seed=repeat, **keys
+                None,
+                train__steps=arguments.steps,
+                train__eval_every=0,
+                train__numerics_every=0,
+                engine__drop_finished=True,  # by itself it would be on in the bounded run alone
+                seed=repeat,
+                **keys,
             )
             measured[name].append(steady(run))
             print(f"{name:24} {measured[name][-1]['samples_per_s']:8.0f} samples/s", flush=True)

@@ -30,6 +30,7 @@ from sidestep.diagnostics.sinks import close_on_exit, open_sinks
 from sidestep.doctor import checked
 from sidestep.engines.channel import WeightChannel
 from sidestep.engines.embedded import EmbeddedEngine
+from sidestep.engines.pool import EnginePool
 from sidestep.engines.protocol import Engine
 from sidestep.errors import CheckpointError, UsageError
 from sidestep.models.loading import (
@@ -85,6 +86,7 @@ class Inputs:
     prompts: Sequence[Prompt]
     held_out: Sequence[Prompt]
     device: torch.device
+    engine_device: torch.device
 
 
 def train(
@@ -151,6 +153,7 @@ def check_inputs(config: RunConfig) -> Inputs:
         prompts=encode_examples(task.train, tokenizer, *limits),
         held_out=encode_examples(task.held_out, tokenizer, *limits),
         device=resolve_device(config.model.device),
+        engine_device=resolve_device(config.engine.device or config.model.device, "engine.device"),
     )
 
 
@@ -217,13 +220,7 @@ async def _train(
         channel = place.channel(run_dir / "weights")
         channel.clear()  # what a killed run left
         stack.callback(channel.close)
-        engine = place.engine(
-            model_path=inputs.model_folder,
-            channel=channel.folder,
-            seed=config.seed,
-            device=str(inputs.device),
-            dtype=config.model.dtype,
-        )
+        engine = make_engine(config, inputs, channel, place.engine)
         starting = asyncio.create_task(engine.start())  # imports torch while the model loads here
         try:
             trainer = await asyncio.to_thread(build_trainer, config, inputs, checkpoint)
@@ -266,10 +263,33 @@ async def _train(
     inputs.tokenizer.save_pretrained(run_dir / FINAL_FOLDER)
 
 
+def make_engine(
+    config: RunConfig, inputs: Inputs, channel: WeightChannel, kind: Callable[..., Engine]
+) -> Engine:
+    """The engine of `[engine]`, not started; several processes behind one with replicas."""
+    processes = [
+        kind(
+            model_path=inputs.model_folder,
+            channel=channel.folder,
+            seed=config.seed,
+            device=str(inputs.engine_device),
+            dtype=config.engine.dtype or config.model.dtype,
+            attention=config.model.attn_implementation,
+        )
+        for _ in range(config.engine.replicas)
+    ]
+    return processes[0] if len(processes) == 1 else EnginePool(processes)
+
+
 def build_trainer(config: RunConfig, inputs: Inputs, checkpoint: Checkpoint | None) -> Trainer:
     """Model, optimizer and control; as the checkpoint left them, if there is one."""
     torch.manual_seed(config.seed)
-    model = load_model(str(inputs.model_folder), config.model.dtype, inputs.device)
+    model = load_model(
+        str(inputs.model_folder),
+        config.model.dtype,
+        inputs.device,
+        config.model.attn_implementation,
+    )
     trainer = Trainer(model, config, inputs.device)
     if checkpoint:
         trainer.load_state_dict(checkpoint.model, checkpoint.trainer)

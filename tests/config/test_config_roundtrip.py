@@ -46,6 +46,9 @@ def values_of(schema):
             allow_nan=False,
             allow_infinity=False,
         )
+    if "pattern" in schema:  # an alphabet, for `$` also matches before a line's end
+        alphabet = "".join(map(chr, range(33, 127)))
+        return st.from_regex(schema["pattern"], fullmatch=True, alphabet=alphabet)
     return {"null": st.none(), "boolean": st.booleans(), "string": st.text()}[schema["type"]]
 
 
@@ -109,6 +112,8 @@ def configs(draw):
     values["eval"]["samples"] += max(values["eval"]["pass_at"])
     rollout["group_size"] += 1
     rollout["drop_equal_rewards"] &= rollout["lag_mode"] == "bounded"
+    if rollout["lag_mode"] == "exact":
+        engine["drop_finished"] = None
     engine["top_p"], engine["top_k"] = draw(st.sampled_from([(1.0, 0), (0.5, 3)]))
     if engine["top_p"] < 1.0:
         loss["policy"], loss["anchor"], loss["correction"] = "ppo", "recomputed", "none"

@@ -217,6 +217,31 @@ def test_it_ends_when_its_parent_is_killed_while_it_generates(tiny_model_dir, pu
     wait_until_gone(pid, PROMPT_S)
 
 
+def test_it_ends_with_its_parent_even_if_a_forked_child_holds_the_pipe(tiny_model_dir, published):
+    forking = PARENT.replace(
+        "    await task\n    await task\n",
+        "    child = os.fork()\n"
+        "    if child == 0:\n"
+        "        time.sleep(60)\n"
+        "        os._exit(0)\n"
+        "    print(child, flush=True)\n"
+        "    await task\n"
+        "    await asyncio.sleep(60)\n",
+    ).replace("import asyncio, sys", "import asyncio, os, sys, time")
+    command = [sys.executable, "-c", forking, str(tiny_model_dir), str(published.folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pid, child = int(parent.stdout.readline()), int(parent.stdout.readline())
+        try:
+            parent.kill()
+            parent.wait()
+            assert is_running(child)  # and with it the other end of the engine's stdin
+            wait_until_gone(pid, PROMPT_S)
+            assert is_running(child)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
 def test_threads_are_the_users_unless_a_number_is_given_and_wait_passively():
     assert child_environment({}, None)["OMP_NUM_THREADS"] == "1"
     assert child_environment({}, None)["OMP_WAIT_POLICY"] == "passive"

@@ -10,8 +10,8 @@ from step_support import batch_of, sampled_groups, trainer_for
 from sidestep.buffer.collate import collate
 from sidestep.losses import count_denominators
 from sidestep.models.loading import load_model
-from sidestep.trainer.parts import Sample, micro_batches
-from sidestep.trainer.step import completion_logprobs
+from sidestep.trainer.forward import completion_logprobs
+from sidestep.trainer.parts import Sample
 from sidestep.types import Completion, Example, Group, Prompt
 
 
@@ -46,14 +46,6 @@ def test_gradients_do_not_depend_on_the_number_of_micro_batches(tiny_model_dir, 
     for size in (8, 4, 3):
         error = (gradients[size] - gradients[16]).norm() / gradients[16].norm()
         assert error < 1e-6
-
-
-def test_micro_batches_hold_every_row_once_whatever_the_size(tiny_model_dir):
-    batch = batch_of(sampled_groups(tiny_model_dir))
-    for size in (None, 1, 3, 5, 16, 100):
-        parts = list(micro_batches(batch, size))
-        assert torch.equal(torch.cat([p.token_ids_BL for p in parts]), batch.token_ids_BL)
-        assert sum((p.group_indices for p in parts), ()) == batch.group_indices
 
 
 def test_b33_a_batch_without_a_trained_token_makes_no_step_and_no_version(tiny_model_dir):

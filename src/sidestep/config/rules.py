@@ -87,6 +87,14 @@ def _rollout_problems(
             f"rollout.groups_per_step = {rollout.groups_per_step}",
             "set it to a divisor, or leave it out",
         )
+    if engine.drop_finished and rollout.lag_mode == "exact":
+        yield Problem(
+            "exact_mode_shapes",
+            ("engine.drop_finished", "rollout.lag_mode"),
+            'engine.drop_finished = true with rollout.lag_mode = "exact": bits depend on the shape '
+            "of the batch",
+            'leave engine.drop_finished out, or set rollout.lag_mode = "bounded"',
+        )
     if rollout.drop_equal_rewards and rollout.lag_mode == "exact":
         yield Problem(
             "exact_mode_drops",

@@ -26,6 +26,7 @@ ANY_COMBINATION = "any_combination"
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 Cosine = Annotated[float, Field(ge=-1.0, le=1.0)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")]
 
 
 class ModelConfig(Section):
@@ -34,8 +35,13 @@ class ModelConfig(Section):
     path: str = Field(
         "packaged", description="folder or hub name; 'packaged' is the tiny model that ships here"
     )
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: Device = Field("auto", description="of the trainer: auto, cpu, mps, cuda or cuda:N")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of the weights; train.precision says what they are multiplied in"
+    )
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = Field(
+        "sdpa", description="attention of transformers, in the trainer and the engine"
+    )
     reference_path: str | None = Field(
         None,
         description="reference of the KL penalty (loss.kl_coef); absent: the model as it starts",
@@ -55,6 +61,17 @@ class EngineConfig(Section):
         ge=1,
         description="groups generated in one batch; a divisor of rollout.groups_per_step, "
         "which is the default",
+    )
+    device: Device | None = Field(None, description="absent: model.device")
+    dtype: Literal["float32", "bfloat16"] | None = Field(
+        None, description="of the engine's weights; absent: model.dtype"
+    )
+    replicas: int = Field(1, ge=1, description="engine processes")
+    drop_finished: bool | None = Field(
+        None,
+        description="rows that have ended leave the batch; absent: where rollouts run ahead in "
+        "bounded mode. Not in exact mode and not by itself at lag 0: log-probabilities depend on "
+        "the shape of the batch by rounding",
     )
 
 
@@ -117,6 +134,36 @@ class TrainConfig(Section):
     )
     micro_batch_size: int | None = Field(
         None, ge=1, description="sequences per forward pass; absent: all at once"
+    )
+    max_tokens_per_micro_batch: int | None = Field(
+        None,
+        ge=1,
+        description="positions per forward pass, padding counted; absent: no such limit",
+    )
+    layout: Literal["auto", "packed", "bucketed", "padded"] = Field(
+        "auto",
+        description="packed: completions of a prompt share a row, which holds the prompt once; "
+        "bucketed: a row each, micro-batches of like length; padded: rows as they come. auto: "
+        "packed if the model passes a trial, else bucketed",
+    )
+    pack_tokens: int = Field(
+        512,
+        ge=1,
+        description="longest packed row: attention is computed over whole rows, so that long ones "
+        "waste more than the prompt costs",
+    )
+    precision: Literal["model", "bfloat16"] = Field(
+        "model", description="model: as model.dtype; bfloat16: autocast, weights stay model.dtype"
+    )
+    activation_checkpointing: bool = Field(
+        False, description="compute each layer again in the backward pass instead of keeping it"
+    )
+    compile: bool = Field(False, description="torch.compile of each layer")
+    numerics_every: int = Field(
+        20,
+        ge=0,
+        description="steps between measurements of what batch shape and precision do to the "
+        "log-probabilities of one group (numerics/*); 0: never",
     )
     eval_every: int = Field(20, ge=0, description="steps between evaluations, 0: only at the end")
     checkpoint_every: int = Field(
@@ -211,6 +258,12 @@ class RunConfig(Section):
     control: ControlConfig = ControlConfig()
     alarm: AlarmConfig = AlarmConfig()
     log: LogConfig = LogConfig()
+
+    @property
+    def drops_finished(self) -> bool:
+        """`engine.drop_finished`; where it is absent: whether nothing asks for equal bits."""
+        ahead = self.rollout.lag_mode == "bounded" and self.rollout.max_lag > 0
+        return ahead if self.engine.drop_finished is None else self.engine.drop_finished
 
     @model_validator(mode="after")
     def _keep_the_rules(self, info: ValidationInfo) -> Self:

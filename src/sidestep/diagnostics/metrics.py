@@ -262,6 +262,22 @@ METRICS: tuple[Metric, ...] = (
         "the same by reason and lag bucket of the oldest token",
         "mapping",
     ),
+    # Rounding, which is not lag: the same weights, another batch shape or precision
+    Metric(
+        "numerics/batch_shape_mean",
+        "nats",
+        "mean over one group's trained tokens of abs(log-probability in the step's batch minus "
+        "that of the sequence alone): what the batch's shape does, every `train.numerics_every` "
+        "steps",
+    ),
+    Metric("numerics/batch_shape_max", "nats", "the largest of these differences"),
+    Metric(
+        "numerics/precision_mean",
+        "nats",
+        "mean of abs(log-probability in the step's precision minus that in float32), both of the "
+        "sequence alone",
+    ),
+    Metric("numerics/precision_max", "nats", "the largest of these differences"),
     Metric(
         "kl/reference",
         "nats",
@@ -314,6 +330,23 @@ METRICS: tuple[Metric, ...] = (
         "completion tokens of the groups that reached this step or were dropped",
     ),
     Metric("tokens/trained", "tokens", "completion tokens in this step's loss"),
+    Metric(
+        "tokens/computed",
+        "tokens",
+        "positions that a pass over the batch computes: prompts (once per packed row) and padding "
+        "too",
+    ),
+    Metric("tokens/padding_fraction", "fraction", "the share of them that is padding"),
+    Metric(
+        "memory/trainer_peak_bytes",
+        "bytes",
+        "largest resident size of the trainer's process since it started",
+    ),
+    Metric(
+        "memory/device_peak_bytes",
+        "bytes",
+        "largest memory that torch held on the trainer's CUDA device; null elsewhere",
+    ),
     Metric("samples/s", "samples/s", "completions trained on per second of `time/step_s`"),
     Metric("tokens/s", "tokens/s", "tokens trained on per second of `time/step_s`"),
     # Time

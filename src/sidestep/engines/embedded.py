@@ -39,6 +39,7 @@ class EmbeddedEngine:
         seed: int,
         device: str = "cpu",
         dtype: str = "float32",
+        attention: str = "sdpa",
         num_threads: int | None = None,
         start_timeout_s: float = 300.0,
         close_timeout_s: float = 5.0,
@@ -50,7 +51,9 @@ class EmbeddedEngine:
         folder `channel`. num_threads: OMP threads of the process; None leaves what the environment
         says, else one. command: a process that speaks the frames of `sidestep.engines.worker`.
         """
-        self._settings = EngineSettings(str(model_path), str(channel), seed, device, dtype)
+        self._settings = EngineSettings(
+            str(model_path), str(channel), seed, device, dtype, attention
+        )
         self._num_threads = num_threads
         self._start_timeout_s = start_timeout_s
         self._close_timeout_s = close_timeout_s

@@ -19,6 +19,9 @@ from sidestep.engines.protocol import GenerationRequest, Sampling
 from sidestep.engines.sampling import draw_uniforms, sample_tokens
 from sidestep.models.loading import context_length
 
+# Rows that have ended leave the batch when only this share still runs: moving the cache costs too.
+KEPT_SHARE = 0.75
+
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
@@ -73,7 +76,8 @@ def generate(
 
     A prompt is run once and its cache is shared out to its members. Rows that have ended stay in
     the batch until all have: every shape is then a function of the requests alone, and equal
-    requests give equal bits.
+    requests give equal bits. With `sampling.drop_finished` they leave it: the draws are the same,
+    log-probabilities may differ by rounding.
 
     ValueError for requests that cannot be served and for log-probabilities that are not finite.
     """
@@ -86,22 +90,32 @@ def generate(
     shape = (sampling.max_new_tokens, uniforms_TB.shape[1])
     ids_TB = torch.zeros(shape, dtype=torch.int64, device=device)
     logprobs_TB = torch.zeros(shape, dtype=torch.float32, device=device)
-    running_B = torch.ones(shape[1], dtype=torch.bool, device=device)
     lengths_B = torch.zeros(shape[1], dtype=torch.int64, device=device)
+    # Rows of the batch as it is: where they are among all, and which of them have not ended.
+    rows = torch.arange(shape[1], device=device)
+    running = torch.ones_like(rows, dtype=torch.bool)
     logits_BV = decoder.prefill()
     for t in range(sampling.max_new_tokens):
-        ids_TB[t], logprobs_TB[t] = sample_tokens(logits_BV, uniforms_TB[t], sampling)
-        lengths_B += running_B
-        running_B &= ~torch.isin(ids_TB[t], stop)
-        if t + 1 == sampling.max_new_tokens or not running_B.any():
+        ids, logprobs = sample_tokens(logits_BV, uniforms_TB[t, rows], sampling)
+        ids_TB[t, rows], logprobs_TB[t, rows] = ids, logprobs
+        lengths_B[rows] += running
+        running &= ~torch.isin(ids, stop)
+        num_running = int(running.sum())
+        if t + 1 == sampling.max_new_tokens or num_running == 0:
             break
-        logits_BV = decoder.step(ids_TB[t])
+        if sampling.drop_finished and num_running <= KEPT_SHARE * len(rows):
+            kept = running.nonzero()[:, 0]
+            decoder.keep(kept)
+            rows, ids, running = rows[kept], ids[kept], running[kept]
+        logits_BV = decoder.step(ids)
     if not torch.isfinite(logprobs_TB).all():
         raise ValueError(
             "a sampled log-probability is not a finite number: the weights give NaN or infinity"
         )
+    stopped_B = torch.ones_like(lengths_B, dtype=torch.bool)
+    stopped_B[rows[running]] = False
     return SampledTokens(
-        ids_TB.T.cpu(), logprobs_TB.T.cpu(), lengths_B.tolist(), (~running_B).tolist()
+        ids_TB.T.cpu(), logprobs_TB.T.cpu(), lengths_B.tolist(), stopped_B.tolist()
     )
 
 
@@ -139,10 +153,14 @@ class _Decoder:
         rows = self._request_of_row_B
         if len(rows) == len(logits_RV):
             return logits_RV
+        self.keep(rows)
+        return logits_RV[rows]
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these rows of the batch alone."""
         self._cache.reorder_cache(cast("torch.LongTensor", rows))
         self._mask = self._mask[rows]
         self._next_positions = self._next_positions[rows]
-        return logits_RV[rows]
 
     def step(self, ids_B: Tensor) -> Tensor:
         """Append one token to every row; logits of the next, (B, V)."""

@@ -30,8 +30,11 @@ class InProcessEngine:
         seed: int,
         device: str = "cpu",
         dtype: str = "float32",
+        attention: str = "sdpa",
     ) -> None:
-        self._settings = EngineSettings(str(model_path), str(channel), seed, device, dtype)
+        self._settings = EngineSettings(
+            str(model_path), str(channel), seed, device, dtype, attention
+        )
         self._server: EngineServer | None = None
         self._turn = asyncio.Lock()
         self._is_closed = False

@@ -21,7 +21,8 @@ class EngineSettings:
     """What an engine process needs to start.
 
     model_path: as `model.path`. channel: folder of the weight channel it follows. seed: the run's.
-    device: a torch device. dtype: of the weights, as `model.dtype`.
+    device: a torch device. dtype: of the weights, as `model.dtype`. attention: as
+    `model.attn_implementation`.
     """
 
     model_path: str
@@ -29,6 +30,7 @@ class EngineSettings:
     seed: int
     device: str
     dtype: str
+    attention: str = "sdpa"
 
 
 @dataclass(frozen=True, slots=True)

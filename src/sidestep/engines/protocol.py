@@ -17,6 +17,8 @@ class Sampling:
     greedy takes the most likely token (log-probabilities stay those at `temperature`).
     top_p < 1 and top_k > 0 truncate what can be drawn, not the log-probabilities: see `loss.anchor`
     for why the config refuses them together with importance ratios.
+    drop_finished: rows that have ended may leave the batch. Without it equal requests have equal
+    shapes, and so equal bits.
     """
 
     temperature: float
@@ -24,6 +26,7 @@ class Sampling:
     greedy: bool = False
     top_p: float = 1.0
     top_k: int = 0
+    drop_finished: bool = False
 
 
 @dataclass(frozen=True, slots=True)

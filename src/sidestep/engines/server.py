@@ -26,7 +26,9 @@ class EngineServer:
         self._settings = settings
         self._channel = WeightChannel(settings.channel)
         self._tokenizer = load_tokenizer(settings.model_path)
-        self._model = load_model(settings.model_path, settings.dtype, settings.device)
+        self._model = load_model(
+            settings.model_path, settings.dtype, settings.device, settings.attention
+        )
         self._model.requires_grad_(False)
         self._stop_ids = stop_token_ids(self._tokenizer, self._model.generation_config)
         self._parameters = dict(self._model.named_parameters(remove_duplicate=False))

@@ -4,13 +4,16 @@
     stdout <- frames of answers <-----------------------------------------'
 
 The first call starts the model. The reading thread also notices the end of stdin, which means that
-the parent closed the engine or died: the process then ends at once, whatever it is computing.
+the parent closed the engine or died: the process then ends at once, whatever it is computing. A
+child of the parent (a reward function forks) can hold the other end of stdin open for longer than
+the parent lives, so another thread looks whether the parent still is the parent.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 import traceback
 from queue import SimpleQueue
 from threading import Thread
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from sidestep.engines.server import EngineServer
 
 TRACEBACK_LINES = 20
+PARENT_CHECK_S = 1.0
 
 
 def main() -> None:
@@ -33,6 +37,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     calls_in, answers_out = _take_standard_streams()
     calls: SimpleQueue[dict[str, Any]] = SimpleQueue()
+    Thread(target=_watch_parent, args=(os.getppid(),), daemon=True).start()
     Thread(target=_listen, args=(calls_in, calls), daemon=True).start()
     server: EngineServer | None = None
     while True:
@@ -73,6 +78,13 @@ def _listen(stream: BinaryIO, calls: SimpleQueue[dict[str, Any]]) -> None:
     finally:
         # Not sys.exit: the main thread may be deep in a computation, and nothing needs cleaning up.
         os._exit(code)
+
+
+def _watch_parent(parent: int) -> None:
+    # No system tells a process of its parent's death in a portable way; it only gets a new parent.
+    while os.getppid() == parent:
+        time.sleep(PARENT_CHECK_S)
+    os._exit(1)
 
 
 def _start(call: dict[str, Any]) -> EngineServer:

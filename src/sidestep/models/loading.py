@@ -96,7 +96,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(path: str, dtype: str, device: torch.device | str) -> PreTrainedModel:
+def load_model(
+    path: str, dtype: str, device: torch.device | str, attention: str = "sdpa"
+) -> PreTrainedModel:
     """The model at `model.path`, in evaluation mode, all of its weights read from the folder.
 
     Evaluation mode also while training: with dropout on, the trainer's log-probabilities would not
@@ -112,7 +114,7 @@ def load_model(path: str, dtype: str, device: torch.device | str) -> PreTrainedM
             pair: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=DTYPES[dtype],
-                attn_implementation="sdpa",
+                attn_implementation=attention,
                 trust_remote_code=False,
                 local_files_only=True,
                 use_safetensors=True,
@@ -137,20 +139,22 @@ def load_model(path: str, dtype: str, device: torch.device | str) -> PreTrainedM
     return torch.nn.Module.to(model, torch.device(device))
 
 
-def resolve_device(device: str) -> torch.device:
-    """`auto` is the first CUDA device, else the CPU. Raises UsageError for one that is not there.
+def resolve_device(device: str, key: str = "model.device") -> torch.device:
+    """`auto` is the first CUDA device, else the CPU. Raises UsageError, naming the config key, for
+    one that is not there.
 
     `mps` has to be asked for: it has no float64, in which the control's sums are taken.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind, _, number = device.partition(":")
     there = {
         "cpu": True,
-        "cuda": torch.cuda.is_available(),
+        "cuda": torch.cuda.is_available() and int(number or 0) < torch.cuda.device_count(),
         "mps": torch.backends.mps.is_available(),
     }
-    if not there[device]:
-        raise UsageError(f"model.device {device!r}: torch finds no such device here; use 'auto'")
+    if not there[kind]:
+        raise UsageError(f"{key} {device!r}: torch finds no such device here; use 'auto'")
     return torch.device(device)
 
 

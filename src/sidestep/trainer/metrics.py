@@ -40,6 +40,15 @@ OFF_POLICY: Mapping[str, Callable[[OffPolicySums], float | None]] = {
 }
 
 
+# Measured every `train.numerics_every` steps; a row has no value in between.
+NUMERICS = (
+    "numerics/batch_shape_mean",
+    "numerics/batch_shape_max",
+    "numerics/precision_mean",
+    "numerics/precision_max",
+)
+
+
 class Timings:
     """Seconds by name since the last `collect`. Names are metric names without `time/`."""
 
@@ -135,6 +144,9 @@ def step_row(
         "completion/untrained": report.untrained,
         "tokens/generated": sum(lengths) + num_dropped_tokens,
         "tokens/trained": num_trained,
+        **dict.fromkeys(NUMERICS),
+        **report.numerics,
+        **report.work,
         "samples/s": len(completions) / seconds["time/step_s"],
         "tokens/s": num_trained / seconds["time/step_s"],
         "time/generate_s": sum(group.generate_s for group in groups),

@@ -23,5 +23,7 @@ def reference_model(model: Any, config: RunConfig, device: torch.device) -> Any:
     if path is None:
         reference = copy.deepcopy(model)
     else:
-        reference = load_model(str(check_model(path)), config.model.dtype, device)
+        reference = load_model(
+            str(check_model(path)), config.model.dtype, device, config.model.attn_implementation
+        )
     return reference.requires_grad_(False)

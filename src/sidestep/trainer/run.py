@@ -51,8 +51,8 @@ from sidestep.trainer.step import StepReport, Trainer
 from sidestep.trainer.waits import Waits, first_error, in_daemon_thread
 from sidestep.types import Group, Prompt
 
-# Requests an engine holds at once: one that runs and one that waits, so that it never idles between
-# them.
+# Requests an engine process holds at once: one that runs and one that waits, so that it never idles
+# between them.
 REQUESTS_IN_FLIGHT = 2
 MAX_NOT_FINITE = 10
 BEFORE_ALL_STEPS = -1
@@ -156,7 +156,7 @@ class Run:
     # ---- the four loops ----
 
     async def _rollout(self) -> None:
-        slots = asyncio.Semaphore(REQUESTS_IN_FLIGHT)
+        slots = asyncio.Semaphore(REQUESTS_IN_FLIGHT * self.config.engine.replicas)
         batch_groups = self.config.engine.batch_groups or self.config.rollout.groups_per_step
         async with asyncio.TaskGroup() as requests:
             while True:
@@ -216,6 +216,7 @@ class Run:
             max_new_tokens=config.engine.max_new_tokens,
             top_p=config.engine.top_p,
             top_k=config.engine.top_k,
+            drop_finished=config.drops_finished,
         )
         generation = await self.waits.within(
             self.engine.generate(requests, sampling, version=self._version_for(indices[0])),

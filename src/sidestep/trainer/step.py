@@ -31,23 +31,26 @@ from sidestep.losses import (
     RatioSums,
     count_denominators,
     ess_learning_rate_factor,
-    token_logprobs,
 )
 from sidestep.trainer.accounting import untrained_completions
 from sidestep.trainer.batch import make_batch
 from sidestep.trainer.behaviour import BehaviourWeights, Weights
+from sidestep.trainer.forward import choose_layout, completion_logprobs, prepare_layers
 from sidestep.trainer.loss import LossSums, objective_of
+from sidestep.trainer.numerics import first_group, numerics
 from sidestep.trainer.parts import (
+    MicroBatch,
     Sample,
     first_half_rows,
     micro_batches,
-    micro_rows,
     mini_batches,
+    rows_of,
     to_device,
 )
 from sidestep.trainer.random_skip import is_skipped, skip_record
 from sidestep.trainer.reference_model import reference_model
 from sidestep.trainer.schedule import learning_rate_at
+from sidestep.trainer.work import work_of
 from sidestep.types import Batch, Group
 
 
@@ -74,7 +77,7 @@ class StepReport:
     control: of the first optimizer step. The later ones are of the same rollout batch, so their
     cosines say nothing about staleness; `last_control` has the last of them.
     added_to_reward: mean over trained sequences, by name. untrained: completions without a token in
-    the loss, by reason.
+    the loss, by reason. numerics, work: metrics by name.
     """
 
     advanced: bool
@@ -91,6 +94,8 @@ class StepReport:
     alarm: AlarmState | None = None
     added_to_reward: Mapping[str, float] = field(default_factory=dict)
     untrained: Mapping[str, int] = field(default_factory=dict)
+    numerics: Mapping[str, float] = field(default_factory=dict)
+    work: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
     def ratios(self) -> RatioSums:
@@ -110,6 +115,8 @@ class Trainer:
         self.version = 0
         self.objective = objective_of(config)
         self.reference = reference_model(model, config, device)
+        self.layout = choose_layout(config.train, model, self.reference)
+        prepare_layers(model, config.train)
         self.optimizer = torch.optim.AdamW(
             [parameter for parameter in model.parameters() if parameter.requires_grad],
             lr=config.train.learning_rate,
@@ -146,13 +153,15 @@ class Trainer:
         started = time.perf_counter()
         config = self.config.train
         samples = [self._sample(part) for part in mini_batches(batch, config.steps_per_batch)]
+        rounding = self._numerics(batch, step)
         done = [
             self._optimizer_step(sample, step)
             for _ in range(config.epochs_per_batch)
             for sample in samples
         ]
         report = _report(done, self.version, time.perf_counter() - started)
-        return replace(report, alarm=self._alarm(report))
+        work = work_of(batch, self.layout, config, self.device)
+        return replace(report, alarm=self._alarm(report), numerics=rounding, work=work)
 
     def copy_of_model(self) -> dict[str, torch.Tensor]:
         """Parameters and persistent buffers by their own names, tied ones once, on the CPU."""
@@ -213,13 +222,19 @@ class Trainer:
 
     @torch.no_grad()
     def _fixed_logprobs(self, model: Any, batch: Batch) -> torch.Tensor:
-        """logprobs_BT under `model`, without gradient, on the CPU."""
-        temperature = self.config.engine.temperature
-        return torch.cat(
-            [
-                completion_logprobs(model, to_device(part, self.device), temperature).cpu()
-                for part in micro_batches(batch, self.config.train.micro_batch_size)
-            ]
+        """logprobs_BT under `model`, without gradient, on the CPU; 0 where nothing is trained."""
+        logprobs_BT = torch.zeros_like(batch.mask_BT)
+        for part in micro_batches(batch, self.layout, self.config.train):
+            of_part = Sample(batch).of(part).batch
+            values = self._logprobs(model, to_device(of_part, self.device), part)
+            logprobs_BT[part.rows, : of_part.mask_BT.shape[1]] = values.cpu()
+        return logprobs_BT
+
+    def _logprobs(self, model: Any, moved: Batch, part: MicroBatch) -> torch.Tensor:
+        config = self.config
+        autocast = config.train.precision == "bfloat16"
+        return completion_logprobs(
+            model, moved, config.engine.temperature, part.packs, autocast=autocast
         )
 
     def _optimizer_step(self, sample: Sample, step: int) -> OptimizerStep:
@@ -258,33 +273,45 @@ class Trainer:
         denominator. With `halves` no micro-batch crosses the middle, where they are split.
         """
         objective, version = self.objective, self.version
-        size, num_rows = self.config.train.micro_batch_size, sample.batch.num_sequences
+        num_rows = sample.batch.num_sequences
         middle = first_half_rows(sample.batch) if halves else num_rows
-        parts = [sample.rows(rows) for rows in micro_rows(middle, size)]
-        num_first = len(parts)
-        second = sample.rows(slice(middle, num_rows))
-        parts += [second.rows(rows) for rows in micro_rows(num_rows - middle, size)]
+        halved = [sample.rows(rows) for rows in (slice(middle), slice(middle, num_rows))]
+        cuts = [micro_batches(half.batch, self.layout, self.config.train) for half in halved]
+        parts = [
+            (half.of(part), part) for half, cut in zip(halved, cuts, strict=True) for part in cut
+        ]
         statistics = None
         if objective.policy.statistics is not None:
             with torch.no_grad():
                 statistics = objective.statistics(
-                    self._inputs(part.to(self.device)) for part in parts
+                    self._inputs(chosen.to(self.device), part) for chosen, part in parts
                 )
         sums = LossSums()
-        for i, part in enumerate(parts):
-            if halves and i == num_first:
+        for i, (chosen, part) in enumerate(parts):
+            if halves and i == len(cuts[0]):
                 halves.split()
-            moved = part.to(self.device)
-            inputs = self._inputs(moved)
+            moved = chosen.to(self.device)
+            inputs = self._inputs(moved, part)
             loss, of_part = objective.loss(inputs, moved, version, denominators, statistics)
             loss.backward()  # type: ignore[no-untyped-call]
             sums += of_part
         return sums
 
-    def _inputs(self, part: Sample) -> PolicyInputs:
-        temperature = self.config.engine.temperature
-        logprobs_BT = completion_logprobs(self.model, part.batch, temperature)
-        return self.objective.inputs(logprobs_BT, part, self.version)
+    def _inputs(self, moved: Sample, part: MicroBatch) -> PolicyInputs:
+        logprobs_BT = self._logprobs(self.model, moved.batch, part)
+        return self.objective.inputs(logprobs_BT, moved, self.version)
+
+    def _numerics(self, batch: Batch, step: int) -> dict[str, float]:
+        """What rounding alone does, where its measurement is due; see `numerics`."""
+        config = self.config
+        every = config.train.numerics_every
+        rows = first_group(batch) if every and step % every == 0 else []
+        if not rows:
+            return {}
+        in_batch_BT = self._fixed_logprobs(self.model, batch)[rows].to(self.device)
+        group = to_device(rows_of(batch, rows), self.device)
+        autocast = config.train.precision == "bfloat16"
+        return numerics(self.model, group, in_batch_BT, config.engine.temperature, autocast)
 
     def _halves(self, sample: Sample, step: int) -> Halves | None:
         """Where this step's expected cosine is due and its mini-batch has two groups or more."""
@@ -317,23 +344,6 @@ class Trainer:
         if record is None:
             raise RuntimeError("the control made no record of this step: its hook is gone")
         return record
-
-
-def completion_logprobs(model: Any, batch: Batch, temperature: float) -> torch.Tensor:
-    """Log-probabilities (float32, nats) of the completion tokens under the model: logprobs_BT, with
-    gradient.
-    """
-    num_tokens = batch.mask_BT.shape[1]
-    position_ids_BL = (batch.attention_mask_BL.cumsum(dim=1) - 1).clamp(min=0)
-    logits = model(
-        input_ids=batch.token_ids_BL,
-        attention_mask=batch.attention_mask_BL,
-        position_ids=position_ids_BL,
-        logits_to_keep=num_tokens + 1,
-        use_cache=False,
-    ).logits
-    # the logits at a position predict the token after it
-    return token_logprobs(logits[:, :-1], batch.token_ids_BL[:, -num_tokens:], temperature)
 
 
 def finite(value: float | None) -> float | None:

@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Newer than both files it depends on: what they ask for is installed.
 STAMP := $(VENV)/.set-up
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint unit test-slow test-peers clean
+.PHONY: help setup quickstart test lint unit test-slow test-peers test-hosts study study-small clean
 
 help:
 	@echo "make quickstart  train the packaged model (about three minutes on two cores)"
@@ -16,6 +16,9 @@ help:
 	@echo "make unit        only the tests"
 	@echo "make test-slow   the tests that take minutes"
 	@echo "make test-peers  our losses against those of verl and TRL (3.4 GB, five minutes)"
+	@echo "make test-hosts  adapters against the real verl, TorchTitan and DeepSpeed (some GB each)"
+	@echo "make study-small the small grid of the study (about ten minutes)"
+	@echo "make study       the whole grid (hours; goes on where it was stopped)"
 	@echo "make clean       remove $(VENV) and caches"
 
 # Tests start processes of their own. Two that keep both cores busy while they wait are 30 times
@@ -75,5 +78,32 @@ test-peers-%: .venv-peers/%/.set-up
 	$(@D)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps -e .
 	@touch $@
 
+# Adapters against their hosts, each in an environment of its own.
+HOSTS := verl torchtitan deepspeed
+
+test-hosts: $(HOSTS:%=test-hosts-%)
+
+test-hosts-%: export OMP_NUM_THREADS ?= 1
+test-hosts-%: export OMP_WAIT_POLICY ?= passive
+test-hosts-%: .venv-hosts/%/.set-up
+	.venv-hosts/$*/bin/python -m pytest -m hosts tests/integrations/test_integrations_$*.py
+
+# DeepSpeed imports torch while it is built, and compiles nothing with DS_BUILD_OPS=0.
+.PRECIOUS: .venv-hosts/%/.set-up
+.venv-hosts/%/.set-up: tests/integrations/requirements-%.txt constraints-cpu.txt pyproject.toml $(STAMP)
+	test -x $(@D)/bin/python || $(BIN)/python -m venv $(@D)
+	$(@D)/bin/python -m pip install --disable-pip-version-check --quiet \
+		-c constraints-cpu.txt torch setuptools wheel ninja
+	DS_BUILD_OPS=0 $(@D)/bin/python -m pip install --disable-pip-version-check --quiet \
+		--no-build-isolation -c constraints-cpu.txt -r $<
+	$(@D)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps -e .
+	@touch $@
+
+study: setup
+	$(BIN)/sidestep study studies/full.toml
+
+study-small: setup
+	$(BIN)/sidestep study studies/small.toml
+
 clean:
-	rm -rf $(VENV) .venv-peers build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-peers .venv-hosts build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -45,7 +45,8 @@ def train() -> None:
         loss.backward()
         optimizer.step()
         record = handle.last
-        print(f"rank {rank}  step {step:2d}  cosine {record.cosine}  {record.regime}")
+        line = f"rank {rank}  step {step:2d}  cosine {record.cosine}  {record.regime}"
+        print(line + "\n", end="", flush=True)  # in one piece: two processes share the output
 
     # One copy is enough: the state is the same on all ranks.
     if rank == 0:

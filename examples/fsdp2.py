@@ -48,7 +48,8 @@ def train() -> None:
         loss.backward()
         optimizer.step()
         record = handle.last
-        print(f"rank {rank}  step {step:2d}  cosine {record.cosine}  {record.regime}")
+        line = f"rank {rank}  step {step:2d}  cosine {record.cosine}  {record.regime}"
+        print(line + "\n", end="", flush=True)  # in one piece: two processes share the output
 
     # The snapshot is DTensors too: torch's distributed checkpoint keeps it, sharded.
     folder = [tempfile.mkdtemp() if rank == 0 else None]

@@ -165,11 +165,9 @@ CHANGED_BY_RESUME = (
     "train.checkpoint_every",
     "train.keep_checkpoints",
     "rollout.timeout_s",
-    "log.sinks",
-    "log.project",
 )
 # Sections that a resumed run may change whole.
-WATCHING = ("control", "alarm")
+WATCHING = ("control", "alarm", "eval", "log")
 
 
 def check_resume(config: RunConfig, stored: RunConfig, checkpoint: Checkpoint) -> None:
@@ -179,9 +177,10 @@ def check_resume(config: RunConfig, stored: RunConfig, checkpoint: Checkpoint) -
         for name, value in keys.items() if isinstance(keys, dict) else ():
             before, dotted = old[section][name], f"{section}.{name}"
             if value != before and dotted not in CHANGED_BY_RESUME and section not in WATCHING:
+                can_change = [*CHANGED_BY_RESUME, *(f"{name}.*" for name in WATCHING)]
                 raise UsageError(
                     f"--set {dotted}={value}: a resumed run keeps {dotted} = {before}; "
-                    f"only {', '.join(CHANGED_BY_RESUME)}, control.* and alarm.* can change"
+                    f"only {', '.join(can_change)} can change"
                 )
     if config.seed != stored.seed:
         raise UsageError(f"--set seed={config.seed}: a resumed run keeps seed = {stored.seed}")

@@ -183,6 +183,10 @@ def test_a_missing_optional_package_is_named_with_its_extra():
     (finding,) = missing_extras({"engine.kind": "vllm"}, bare)
     assert (finding.code, finding.fix) == ("missing_extra", "pip install 'sidestep[vllm]'")
     assert list(missing_extras({"engine.kind": "vllm"}, HERE)) == []
+    assert (
+        "sidestep[math]"
+        in found("task.kind=math", "task.path=a.jsonl", around=bare)["missing_extra"].fix
+    )
     assert list(missing_extras({"engine.kind": "embedded"}, bare)) == []
 
 

@@ -48,4 +48,5 @@ def _findings(config: RunConfig, around: Surroundings) -> Iterator[Finding]:
     yield from data_checks.bfloat16(config)
     yield from machine_checks.control(config, around)
     yield from machine_checks.threads(around)
-    yield from machine_checks.missing_extras({"engine.kind": config.engine.kind}, around)
+    choices = {"engine.kind": config.engine.kind, "task.kind": config.task.kind}
+    yield from machine_checks.missing_extras(choices, around)

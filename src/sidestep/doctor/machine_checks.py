@@ -17,6 +17,9 @@ NUM_PROCESSES = 2  # trainer and rollout
 NEEDS: Mapping[tuple[str, str], tuple[str, str]] = {
     ("engine.kind", "vllm"): ("vllm", "vllm"),
     ("engine.kind", "sglang"): ("sglang", "sglang"),
+    ("task.kind", "reasoning_gym"): ("reasoning_gym", "reasoning"),
+    ("task.kind", "math"): ("math_verify", "math"),
+    ("task.kind", "dataset"): ("datasets", "datasets"),
 }
 
 

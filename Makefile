@@ -54,8 +54,9 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Two at a time, each file's tests together: they share what is costly to set up.
 unit: setup
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 test-slow: setup
 	$(BIN)/pytest -m slow

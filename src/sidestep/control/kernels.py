@@ -46,8 +46,9 @@ def sums_of_products(gs: Sequence[Tensor], ps: Sequence[Tensor | None]) -> Tenso
 
     Exact to rounding in float64, but for large tensors of up to 32 bits on a CPU: there relative
     errors of the squares are below 1e-6 and those of gp below 1e-6 |g||p|, typically 1e-9. Tiny and
-    huge values need no scaling, and the first sum is finite exactly if every element of gs is. Its
-    bits depend on gs alone, so a clip factor is the same with and without a reference.
+    huge values need no scaling, and the first sum is finite exactly if every element of gs is (but
+    for float64 gradients beyond 1e150 or so, whose squares leave float64: these count as not
+    finite). Its bits depend on gs alone, so a clip factor is the same with and without a reference.
     """
     parts = [_sums_on(device, gs, ps) for device in dict.fromkeys(g.device for g in gs)]
     if len(parts) == 1:

@@ -23,10 +23,13 @@ def test_without_arguments_the_packaged_quickstart_runs_in_a_new_dated_folder(si
 
 def test_at_the_end_stands_what_the_run_came_to_and_where_it_is(sidestep, fake_run):
     fake_run.rows = [{"reward/mean": reward, "align/regime": "pass"} for reward in (0.25, 0.75)]
+    fake_run.rows[0]["accuracy/eval_start"] = 0.5
+    fake_run.rows[1]["accuracy/eval"] = 1.0
     code, out, err = sidestep("train", "quickstart", "--run-dir", "a", "--set", "train.steps=2")
     assert (code, err) == (0, "")
     assert out.splitlines() == [
-        "2 of 2 steps, reward 0.25 \N{RIGHTWARDS ARROW} 0.75, 0 skipped",
+        "2 of 2 steps, reward 0.25 \N{RIGHTWARDS ARROW} 0.75, "
+        "held-out accuracy 0.50 \N{RIGHTWARDS ARROW} 1.00, 0 skipped",
         "run folder: a",
         "report: a/report.html",
     ]

@@ -322,3 +322,14 @@ def test_what_is_done_does_not_depend_on_the_scale(exponents, seed):
     assert scaled_cosine == pytest.approx(cosine, abs=1e-12)
     assert (scaled_regime, regime) == ("project", "project")
     assert torch.allclose(plain, scaled, rtol=0, atol=3e-7)
+
+
+@pytest.mark.parametrize(("mode", "warnings"), [("control", 1), ("observe", 0)])
+def test_a_control_that_skips_most_steps_says_so_once(mode, warnings, caplog):
+    weight = Parameter(torch.zeros(3))
+    control = GradientControl(low=0.1, high=0.5, mode=mode, max_skips=4)
+    for _ in range(100):
+        weight.grad = torch.tensor([1.0, 2.0, 3.0])  # always the same way
+        control.apply([("w", weight)])
+    told = [one for one in caplog.records if "steps were skipped" in one.getMessage()]
+    assert len(told) == warnings

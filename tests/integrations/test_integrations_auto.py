@@ -37,8 +37,7 @@ def step(optimizer, value=1.0):
     optimizer.step()
 
 
-def test_the_first_optimizer_that_steps_is_taken_in_that_step_others_are_told_of(caplog):
-    caplog.set_level("INFO")
+def test_the_first_optimizer_that_steps_is_taken_in_that_step_others_are_told_of(capsys):
     first, second = optimizer_of((3, 2)), optimizer_of((3, 2), kind=torch.optim.AdamW)
     on = auto.enable(GradientControl())
     step(first)
@@ -46,8 +45,9 @@ def test_the_first_optimizer_that_steps_is_taken_in_that_step_others_are_told_of
     step(second)
     step(second)
     assert on.handle.last.step == 0
-    assert "attached to torch.optim.sgd.SGD with 6 parameters" in caplog.text
-    assert caplog.text.count("AdamW is left alone: the control is attached to another") == 1
+    told = capsys.readouterr().err
+    assert "control attached to torch.optim.sgd.SGD, 6 parameters" in told
+    assert told.count("AdamW is left alone: the control is attached to another") == 1
     step(first)
     assert on.handle.last.regime == "skip"
 
@@ -60,8 +60,7 @@ def test_the_first_optimizer_that_steps_is_taken_in_that_step_others_are_told_of
         (lambda: torch.optim.LBFGS([Parameter(torch.ones(2))]), "many gradients a step"),
     ],
 )
-def test_value_models_and_lbfgs_are_left_alone(critic, reason, caplog):
-    caplog.set_level("INFO")
+def test_value_models_and_lbfgs_are_left_alone(critic, reason, capsys):
     on = auto.enable(GradientControl())
     critic = critic()
     if isinstance(critic, torch.optim.LBFGS):
@@ -71,7 +70,8 @@ def test_value_models_and_lbfgs_are_left_alone(critic, reason, caplog):
     else:
         step(critic)
     assert on.handle is None
-    assert reason in caplog.text
+    told = capsys.readouterr().err
+    assert reason in told
     step(optimizer_of((3, 2)))
     assert on.handle.last.step == 0
 
@@ -82,8 +82,7 @@ def test_lora_of_rank_1_is_not_taken_for_a_value_head():
     assert on.handle.last.step == 0
 
 
-def test_optimizers_that_step_inside_backward_are_left_alone(caplog):
-    caplog.set_level("INFO")
+def test_optimizers_that_step_inside_backward_are_left_alone(capsys):
     on = auto.enable(GradientControl())
     weight = Parameter(torch.ones(3))
     layer = torch.optim.SGD([weight], lr=0.1)
@@ -91,18 +90,19 @@ def test_optimizers_that_step_inside_backward_are_left_alone(caplog):
     weight.sum().backward()
     assert weight.detach().tolist() == pytest.approx([0.9] * 3)
     assert on.handle is None
-    assert "per-layer" in caplog.text
+    told = capsys.readouterr().err
+    assert "per-layer" in told
 
 
 @pytest.mark.parametrize("host", ["deepspeed", "megatron"])
-def test_a_step_inside_deepspeed_or_megatron_is_left_to_their_adapters(host, caplog):
-    caplog.set_level("INFO")
+def test_a_step_inside_deepspeed_or_megatron_is_left_to_their_adapters(host, capsys):
     on = auto.enable(GradientControl())
     inside = {"__name__": f"{host}.core.optimizer", "step": step}
     exec("def go(optimizer):\n    step(optimizer)", inside)
     inside["go"](optimizer_of((3, 2)))
     assert on.handle is None
-    assert f"use sidestep.integrations.{host}" in caplog.text
+    told = capsys.readouterr().err
+    assert f"use sidestep.integrations.{host}" in told
 
 
 def test_nth_and_select_choose_and_an_attached_one_is_left_alone():
@@ -193,3 +193,38 @@ def test_the_launcher_runs_a_script_that_knows_nothing_of_it(tmp_path, as_module
     assert done.stdout == "['--a', '1'] -4.0 __main__\n"  # the second step was skipped
     regimes = [json.loads(line)["regime"] for line in log.read_text().splitlines()]
     assert regimes == ["undefined", "skip"]
+
+
+def test_a_run_in_which_nothing_was_controlled_says_so_at_its_end(tmp_path):
+    script = tmp_path / "critic.py"
+    script.write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(4, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "model(torch.ones(2, 4)).sum().backward()\n"
+        "optimizer.step()\n"
+    )
+    done = launched(script)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("sidestep: ")]
+    assert "is left alone: it trains a value or reward model" in lines[0]
+    assert lines[-1].startswith("sidestep: no step was controlled")
+
+
+@pytest.mark.parametrize(
+    ("variables", "script", "message"),
+    [
+        ({"SIDESTEP_AUTO": "lo=0.1"}, "x.py", "SIDESTEP_AUTO: unknown key 'lo'"),
+        ({}, "no-such-script.py", "no-such-script.py: no such script"),
+    ],
+)
+def test_wrong_use_of_the_launcher_is_one_line(variables, script, message):
+    done = launched(script, **variables)
+    assert done.returncode == 1
+    assert done.stderr.startswith(message) and len(done.stderr.splitlines()) == 1
+
+
+def launched(script, **variables):
+    command = [sys.executable, "-m", "sidestep.integrations.auto", str(script)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)

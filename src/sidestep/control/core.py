@@ -6,6 +6,7 @@ The vector is the gradient (gradient_space.py) or the update the optimizer made 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +27,8 @@ from sidestep.control.sharding import Holdings, Layout, as_global, as_local
 from sidestep.control.storage import SNAPSHOT_DTYPES, StoredVector
 
 STATE_FORMAT = 2
+# Steps in which more than half skipped are worth a word.
+MANY_STEPS = 40
 
 _log = logging.getLogger("sidestep.control")
 
@@ -75,6 +78,7 @@ class Core:
         self.scopes: dict[str, ScopeState] = {}
         self.layouts: Mapping[str, Layout] = {}  # of sharded parameters
         self._told = repr(settings)
+        self._skipped: deque[bool] = deque(maxlen=MANY_STEPS)
         self._noticed_change: tuple[set[str], set[str]] = set(), set()
 
     def judge(
@@ -141,6 +145,22 @@ class Core:
         self.reference.close(names, kept, acted.weights, moves)
         if kept is not None:
             self.batch = judged.facts.batch
+        self._tell_of_many_skips(judged)
+
+    def _tell_of_many_skips(self, judged: Judged) -> None:
+        """Say once that the control leaves little of the training."""
+        if not judged.whole.finite or self.settings.mode != "control":
+            return
+        self._skipped.append(judged.all_skip)
+        if len(self._skipped) == MANY_STEPS and 2 * sum(self._skipped) > MANY_STEPS:
+            _log.warning(
+                "%d of the last %d steps were skipped, as their cosine was above high: where "
+                "samples are fresh (supervised training, lag 0) a high cosine is normal: use "
+                "mode='observe', high='calibrate' with low='calibrate', or a larger high; where "
+                "they are stale, a lower learning rate needs fewer skips",
+                *(sum(self._skipped), MANY_STEPS),
+            )
+            self._skipped = deque(maxlen=0)
 
     def sameness(self, what: str, max_norm: float | None) -> str:
         """What must be equal on all ranks when they measure `what`."""

@@ -28,6 +28,7 @@ class RunSummary:
     reward_first: float | None
     reward_last: float | None
     reward_peak: float | None
+    accuracy_first: float | None
     accuracy_last: float | None
     lag_mean: float | None
     lag_max: float | None
@@ -62,7 +63,12 @@ class RunSummary:
                 f"reward {self.reward_first:.2f} \N{RIGHTWARDS ARROW} {self.reward_last:.2f}"
             )
         if self.accuracy_last is not None:
-            parts.append(f"held-out accuracy {self.accuracy_last:.2f}")
+            began = (
+                ""
+                if self.accuracy_first is None
+                else f"{self.accuracy_first:.2f} \N{RIGHTWARDS ARROW} "
+            )
+            parts.append(f"held-out accuracy {began}{self.accuracy_last:.2f}")
         if self.lag_mean is not None and self.lag_max is not None:
             parts.append(f"mean lag {self.lag_mean:.1f} (max {self.lag_max:g})")
         parts.append(f"{self.num_skips} skipped")
@@ -89,6 +95,7 @@ def summarise(run: RunData) -> RunSummary:
         reward_peak=max(
             (value for value in smooth[window - 1 :] if value is not None), default=None
         ),
+        accuracy_first=next(iter(run.values("accuracy/eval_start")), None),
         accuracy_last=next(reversed(run.values("accuracy/eval")), None),
         lag_mean=weighted_mean(tokens_by_lag) if tokens_by_lag else mean(run.values("lag/mean")),
         lag_max=max(run.values("lag/max"), default=None),

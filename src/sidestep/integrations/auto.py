@@ -16,7 +16,7 @@ SIDESTEP_AUTO is inherited by child processes, but each needs the import or the 
 SIDESTEP_LOG names the file of records. Keys of SIDESTEP_AUTO: auto_settings.py.
 
 **Which optimizer**: torch's global step hooks see every torch.optim.Optimizer of the process at its
-first step. It is left alone, and the log says why, if it
+first step. It is left alone, and a line on stderr says why, if it
 
 - takes many gradients a step (LBFGS), or steps inside backward (per-layer optimizers);
 - steps inside DeepSpeed or Megatron, which keep gradients elsewhere (they have adapters here);
@@ -32,7 +32,7 @@ So in a process that trains one policy nothing has to be said; where there are s
 
 from __future__ import annotations
 
-import logging
+import atexit
 import os
 import runpy
 import sys
@@ -56,13 +56,12 @@ from sidestep.control.facts import require_max_norm
 from sidestep.control.handle import handle_of
 from sidestep.control.record import ControlRecord
 from sidestep.integrations.auto_settings import parse
-from sidestep.integrations.records import RecordLog
+from sidestep.integrations.records import RecordLog, rank
 
 Select = Callable[[Optimizer], bool]
 
 _ELSEWHERE = ("deepspeed", "megatron")
 _VALUE_NAMES = ("value_head", "v_head", "critic", "reward", "score")
-_log = logging.getLogger(__name__)
 _enabled: Auto | None = None
 
 
@@ -88,6 +87,7 @@ class Auto:
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         )
+        atexit.register(self._tell_if_idle)
 
     def disable(self) -> None:
         """Take the control and the global hooks out."""
@@ -109,7 +109,12 @@ class Auto:
         local = _names(optimizer) if self._local == "all" else self._local
         self.handle = attach(optimizer, self._control, self._max_norm, local_parameters=local)
         num = sum(p.numel() for p in _parameters(optimizer))
-        _log.info("sidestep: attached to %s with %d parameters", _kind(optimizer), num)
+        _tell(f"control attached to {_kind(optimizer)}, {num:,} parameters")
+
+    def _tell_if_idle(self) -> None:
+        """Nobody should take a run for a controlled one that was not."""
+        if self._last is None and self._choice.has_seen and _enabled is self:
+            _tell("no step was controlled: no optimizer of this process was taken for a policy's")
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Global hooks run after an optimizer's own: the record is there."""
@@ -125,11 +130,13 @@ class _Choice:
     def __init__(self, select: Select | None, nth: int) -> None:
         self._select, self._to_pass = select, nth - 1
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.has_seen = False  # any optimizer
 
     def takes(self, optimizer: Optimizer, attached: bool) -> bool:
         if optimizer in self._seen:
             return False
         self._seen.add(optimizer)
+        self.has_seen = True
         reason = _why_not(optimizer)
         if reason is None and self._select is not None and not self._select(optimizer):
             reason = "select() refuses it"
@@ -139,7 +146,7 @@ class _Choice:
             self._to_pass -= 1
             reason = "it comes before the nth"
         if reason is not None:
-            _log.info("sidestep: %s is left alone: %s", _kind(optimizer), reason)
+            _tell(f"{_kind(optimizer)} is left alone: {reason}")
         return reason is None
 
 
@@ -242,6 +249,14 @@ def _names(optimizer: Optimizer) -> list[str]:
     return names
 
 
+def _tell(text: str) -> None:
+    """One line on stderr of the first rank: where nothing else shows it, whether the control acts
+    must not depend on how the host set up its log.
+    """
+    if rank() == 0:
+        print(f"sidestep: {text}", file=sys.stderr, flush=True)
+
+
 def _kind(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__name__}"
 
@@ -270,7 +285,12 @@ def main(arguments: list[str]) -> None:
         )
     os.environ.setdefault("SIDESTEP_AUTO", "on")
     # Under the name by which others import it, not as __main__: one state in the process.
-    import_module("sidestep.integrations.auto")
+    try:
+        import_module("sidestep.integrations.auto")
+    except ValueError as error:  # of SIDESTEP_AUTO
+        raise SystemExit(str(error)) from None
+    if not is_module and not os.path.isfile(rest[0]):
+        raise SystemExit(f"{rest[0]}: no such script")
     sys.argv = rest
     if is_module:
         sys.path.insert(0, os.getcwd())

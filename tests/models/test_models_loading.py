@@ -212,3 +212,34 @@ def test_a_model_file_rewritten_after_loading_changes_no_weight(tiny_model_dir, 
     with open(folder / "model.safetensors", "r+b") as file:
         file.truncate(8)
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+FILES = ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("text", ["[]", "3", '"x"', "null", "{", ""])
+def test_files_that_hold_something_else_are_refused_in_one_line(folder, name, text):
+    (folder / name).write_text(text)
+    refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("config.json", {"vocab_size": "a"}),
+        ("config.json", {"model_type": 3}),
+        ("config.json", {"layer_types": 3}),
+        ("generation_config.json", {"eos_token_id": "x"}),
+        ("generation_config.json", {"eos_token_id": [["a"]]}),
+        ("tokenizer_config.json", {"eos_token": 3}),
+        ("tokenizer_config.json", {"tokenizer_class": 3}),
+        ("tokenizer.json", {"model": 3}),
+        ("tokenizer.json", {"added_tokens": 3}),
+    ],
+)
+def test_values_of_a_wrong_kind_are_refused_in_one_line(folder, name, changes):
+    if not (folder / name).exists():
+        (folder / name).write_text("{}")
+    edit(folder / name, **changes)
+    refused(folder)

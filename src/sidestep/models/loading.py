@@ -28,8 +28,9 @@ from sidestep.models.folders import check_files, refusal, resolve_model_path
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-# What transformers raises for a folder it cannot make sense of.
-LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError)
+# What transformers and tokenizers raise for files they cannot make sense of: any kind, Exception
+# itself among them. Only around their reading of a folder.
+LOAD_ERRORS = (Exception,)
 
 
 def check_model(path: str) -> Path:
@@ -120,7 +121,7 @@ def load_model(
                 use_safetensors=True,
                 output_loading_info=True,
             )
-    except (*LOAD_ERRORS, RuntimeError) as error:
+    except LOAD_ERRORS as error:
         problem = f"the model does not load ({_first_line(error)})"
         raise refusal(path, problem, "give a folder written by save_pretrained") from error
     model: PreTrainedModel = pair[0]
@@ -189,9 +190,20 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def _generation_config(folder: Path, config: PretrainedConfig) -> GenerationConfig:
-    if (folder / "generation_config.json").is_file():
-        return GenerationConfig.from_pretrained(folder, local_files_only=True)
-    return GenerationConfig.from_model_config(config)
+    if not (folder / "generation_config.json").is_file():
+        return GenerationConfig.from_model_config(config)
+    fix = "copy the file again, or delete it"
+    try:
+        found = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except LOAD_ERRORS as error:
+        problem = f"generation_config.json cannot be used ({_first_line(error)})"
+        raise refusal(str(folder), problem, fix) from error
+    ids = found.eos_token_id
+    for one in ids if isinstance(ids, list) else [ids]:
+        if one is not None and type(one) is not int:
+            problem = f"generation_config.json: eos_token_id {ids!r} is not a number of a token"
+            raise refusal(str(folder), problem, fix)
+    return found
 
 
 def _first_line(error: BaseException) -> str:

@@ -216,6 +216,7 @@ def test_a_run_in_which_nothing_was_controlled_says_so_at_its_end(tmp_path):
     [
         ({"SIDESTEP_AUTO": "lo=0.1"}, "x.py", "SIDESTEP_AUTO: unknown key 'lo'"),
         ({}, "no-such-script.py", "no-such-script.py: no such script"),
+        ({"SIDESTEP_LOG": "/proc/x.jsonl"}, "x.py", "log='/proc/x.jsonl': cannot be written"),
     ],
 )
 def test_wrong_use_of_the_launcher_is_one_line(variables, script, message):

@@ -21,10 +21,14 @@ class RecordLog:
     path: lines are appended to this file (folders are made); None: only the log and the alarm. A
         line has the fields of `ControlRecord`, and `alarm` ("ok" | "watch" | "alarm") with
         `alarm_reason`.
+
+    Raises ValueError if the file cannot be written: now, not in the first step.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self._path = None if path is None else Path(path)
+        if self._path is not None and rank() == 0:
+            _require_writable(self._path)
         self._alarm = Alarm()
         self._level = "ok"
 
@@ -44,6 +48,17 @@ class RecordLog:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
+
+
+def _require_writable(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise ValueError(
+            f"log={str(path)!r}: cannot be written ({error.strerror}): give another file (for "
+            "sidestep.integrations.auto also SIDESTEP_LOG)"
+        ) from error
 
 
 def rank() -> int:

@@ -392,3 +392,54 @@ def test_float64_gradients_beyond_float32_are_measured_and_clipped(size, caplog)
     # The float32 snapshot cannot hold them, and the record says so rather than cosine 0 or 1.
     assert handle.last.cosine is None
     assert handle.last.reason in ("reference not finite", "zero reference")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_scheduler_in_a_post_hook_never_sees_a_damped_rate(first):
+    weight = Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
+    control = GradientControl(low=0.0, high=0.1, above="damp")
+    if first:
+        optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    attach(optimizer, control)
+    if not first:
+        optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    for _ in range(4):
+        weight.grad = torch.tensor([1.0, 2.0, 3.0])
+        optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**4, rel=1e-12)
+
+
+def test_a_step_in_the_closure_of_a_step_is_refused():
+    weight = Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    attach(optimizer, GradientControl(), max_norm=1.0)
+
+    def closure():
+        weight.grad = torch.full((3,), 100.0)
+        optimizer.step()
+
+    with pytest.raises(RuntimeError, match="its closure calls step"):
+        optimizer.step(closure)
+    assert torch.equal(weight, torch.zeros(3))
+    weight.grad = torch.ones(3)
+    optimizer.step()  # and goes on
+    assert float(weight.detach().norm()) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("control", [{"low": 0.1}, GradientControl, "observe", None])
+def test_what_is_no_control_is_refused_by_name(control):
+    with pytest.raises(ValueError, match="give a sidestep\\.GradientControl"):
+        attach(torch.optim.SGD([Parameter(torch.zeros(1))], lr=0.1), control)
+
+
+def test_names_may_come_as_a_mapping_and_a_function_is_refused():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"call it, model\.named_parameters\(\)"):
+        attach(optimizer, GradientControl(), named_parameters=model.named_parameters)
+    handle = attach(optimizer, GradientControl(), named_parameters=dict(model.named_parameters()))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert set(handle.state_dict()["snapshot"]) == {"weight", "bias"}

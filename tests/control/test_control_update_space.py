@@ -446,3 +446,17 @@ def test_copies_live_only_for_the_length_of_the_step():
     weight.grad = torch.ones(4)
     optimizer.step()
     assert handle._step is None
+
+
+def test_an_update_that_is_damped_away_is_not_the_next_reference():
+    weight = Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    control = GradientControl(space="update", low=0.0, high=0.1, above="damp")
+    handle = attach(optimizer, control)
+    regimes = []
+    for _ in range(5):
+        weight.grad = torch.tensor([1.0, 2.0, 2.0])
+        optimizer.step()
+        regimes.append(handle.last.regime)
+    assert regimes == ["undefined", *["damp"] * 4]
+    assert torch.allclose(weight, torch.tensor([-0.1, -0.2, -0.2]))

@@ -2,7 +2,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from sidestep.diagnostics.metrics import BY_NAME, METRICS, metrics_page
+from sidestep.diagnostics.metrics import BY_NAME, METRICS
+from sidestep.diagnostics.metrics_page import metrics_page
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -68,12 +69,12 @@ def test_names_with_a_unit_in_them_have_that_unit():
 
 def test_docs_page_is_what_the_table_says():
     assert DOCS.read_text(encoding="utf-8") == metrics_page(), (
-        "regenerate: .venv/bin/python -m sidestep.diagnostics.metrics > docs/metrics.md"
+        "regenerate: .venv/bin/python -m sidestep.diagnostics.metrics_page > docs/metrics.md"
     )
 
 
 def test_module_prints_the_page():
-    command = [sys.executable, "-W", "error", "-m", "sidestep.diagnostics.metrics"]
+    command = [sys.executable, "-W", "error", "-m", "sidestep.diagnostics.metrics_page"]
     done = subprocess.run(command, capture_output=True, check=True, timeout=60)
     assert done.stdout.decode() == metrics_page()
 

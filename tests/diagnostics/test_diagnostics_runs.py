@@ -67,3 +67,14 @@ def test_a_file_that_cannot_be_read_is_named(make_run, name, kind):
     (folder / name).write_text("{ no")
     with pytest.raises(UsageError, match=f"{re.escape(name)} is not {kind}: .*line 1"):
         read_run(folder)
+
+
+def test_what_is_no_number_is_named_and_what_is_not_finite_is_missing(make_run):
+    folder = make_run([{"loss": 0.5}, {"loss": 0.25}])
+    path = folder / "metrics.jsonl"
+    text = path.read_text()
+    path.write_text(text.replace("0.25", "NaN"))
+    assert read_run(folder).column("loss") == [0.5, None]
+    path.write_text(text.replace("0.25", '"abc"'))
+    with pytest.raises(UsageError, match=re.escape(f"{path}: loss = 'abc' in step 1 is no number")):
+        read_run(folder)

@@ -229,3 +229,26 @@ def launched(script, **variables):
     command = [sys.executable, "-m", "sidestep.integrations.auto", str(script)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+
+
+def test_a_disk_that_fills_up_ends_the_records_and_not_the_training(caplog):
+    auto.enable(GradientControl(), log="/dev/full")  # opens, and takes no byte
+    optimizer = optimizer_of((3, 2))
+    step(optimizer)
+    step(optimizer)
+    assert auto.enabled().handle.last.step == 1
+    assert sum("no more records, /dev/full" in one.getMessage() for one in caplog.records) == 1
+
+
+def test_an_empty_name_of_a_log_is_none(monkeypatch):
+    monkeypatch.setenv("SIDESTEP_LOG", "")
+    auto.enable(GradientControl())
+    step(optimizer_of((3, 2)))
+    assert auto.enabled().handle.last.step == 0
+
+
+def test_a_select_that_cannot_be_imported_or_a_control_that_is_none_is_named():
+    with pytest.raises(ValueError, match="select='no_such_module:f': No module"):
+        auto.enable(select="no_such_module:f")
+    with pytest.raises(ValueError, match="give a sidestep\\.GradientControl"):
+        auto.enable("observe")

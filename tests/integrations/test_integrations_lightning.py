@@ -402,3 +402,8 @@ def test_two_ranks_of_ddp_decide_and_move_alike(tmp_path):
     assert one == other
     assert len(one[0]) == 8
     assert len({regime for regime, _, _ in one[0]}) > 1
+
+
+def test_what_is_no_control_is_refused_when_the_callback_is_made():
+    with pytest.raises(ValueError, match="give a sidestep\\.GradientControl"):
+        SidestepCallback("observe")

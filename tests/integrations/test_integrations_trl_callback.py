@@ -240,3 +240,8 @@ def test_an_optimizer_that_steps_layer_by_layer_is_refused(tiny_model_dir, tmp_p
     )
     with pytest.raises(ValueError, match="optimizer"):
         trainer.train()
+
+
+def test_what_is_no_control_is_refused_when_the_callback_is_made():
+    with pytest.raises(ValueError, match="give a sidestep\\.GradientControl"):
+        SidestepCallback("observe")

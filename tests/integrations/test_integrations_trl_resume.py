@@ -84,6 +84,7 @@ def test_a_checkpoint_without_our_files_says_so_once(tiny_model_dir, tmp_path, c
     ("file", "content", "words"),
     [
         (STATE_FILE, "{", "cannot be read"),
+        (STATE_FILE, "[1]", "cannot be read"),
         (STATE_FILE, '{"format": 99}', "format 99"),
         (TENSOR_FILE, "no tensors", "cannot be read"),
     ],

@@ -91,6 +91,8 @@ def test_a_rival_of_a_method_that_never_moved_is_refused_by_name():
         ("config.train.learning_rate = 0.1", "config.train.learning_rate is set by the study"),
         ("[methods.x.config.log]\nsinks = []", "methods.x.config.log.sinks is set by the study"),
         ("pilot_seeds = [1]", "seeds and pilot_seeds have a value twice"),
+        ("[methods.'..']", "'..' is no name for a method or task"),
+        ("[methods.'']", "'' is no name for a method or task"),
         ("[methods.'a b']\n[methods.'a:b']", "names of methods and tasks (as folders)"),
     ],
 )
@@ -131,3 +133,9 @@ def test_a_rival_needs_its_method_at_the_same_places():
     methods = {"none": {}, "ours": {"lags": [8]}, "blind": {"match": "skip_share", "of": "ours"}}
     with pytest.raises(UsageError, match=r"method 'blind' needs cell arithmetic/ours/lag0-lr0\.1"):
         make_cells(make_study(methods=methods))
+
+
+def test_rates_that_are_close_have_folders_of_their_own():
+    study = make_study(seeds=[1], learning_rates=[0.001, 0.0010000001], methods={"none": {}})
+    ids = [cell.id for cell in make_cells(study)]
+    assert len(set(ids)) == len(ids)

@@ -112,3 +112,19 @@ def test_a_cell_that_cannot_run_ends_the_study_by_its_name(study, tmp_path, monk
     monkeypatch.setenv("STUDY_FAULT", "refuse")
     with pytest.raises(UsageError, match=r"cell arithmetic/none/lag0.*: task.path: no such file"):
         run(study, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("metrics.jsonl", "", "metrics.jsonl has 0 of 8 steps, though the cell was finished"),
+        ("cell.json", "{", "cell.json cannot be read"),
+        ("cell.json", '{"error": null}', "cell.json cannot be read"),
+    ],
+)
+def test_a_finished_cell_that_was_spoiled_is_no_result(study, tmp_path, name, content, said):
+    cells, _ = run(study, tmp_path)
+    folder = cell_folder(tmp_path, cells[0])
+    (folder / name).write_text(content)
+    with pytest.raises(UsageError, match=f"{said}.*delete that folder to run the cell again"):
+        read_result(cells[0], folder)

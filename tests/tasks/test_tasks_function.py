@@ -128,6 +128,7 @@ TWO = ({"prompt": "first"}, {"prompt": "second", "more": 1})
     [
         ("[1.0, float('nan')]", "returned nan, not a finite number, for the prompt at", 2),
         ("[float('-inf'), 0.0]", "returned -inf, not a finite number, for the prompt at", 1),
+        ("[10**400, 0.0]", "returned a number too large for a float, for the prompt at", 1),
         ("[0.0, None]", "returned 'None' (NoneType), not a number, for the prompt at", 2),
         ("[0.0, '1.0']", "returned the text '1.0', not a number, for the prompt at", 2),
         ("[[1.0], 0.0]", "returned '[1.0]' (list), not a number, for the prompt at", 1),

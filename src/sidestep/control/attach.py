@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from sidestep.control.controller import GradientControl
+from sidestep.control.controller import GradientControl, require_control
 from sidestep.control.decay import tell_of_unknown_decay
 from sidestep.control.facts import require_max_norm
 from sidestep.control.handle import ControlHandle, Where, handle_of, is_in_use
@@ -49,10 +49,11 @@ def attach(
     Under torch.compile the control runs uncompiled beside the compiled update; with fullgraph=True
     torch refuses that before anything is changed.
 
-    Raises ValueError: not a torch optimizer (or a wrapper without step hooks); LBFGS; an optimizer
-    or a control that is attached already; a parameter missing in `named_parameters`; a wrong
-    max_norm; "damp" without a learning rate.
+    Raises ValueError: no GradientControl; not a torch optimizer (or a wrapper without step hooks);
+    LBFGS; an optimizer or a control that is attached already; a parameter missing in
+    `named_parameters`; a wrong max_norm; "damp" without a learning rate.
     """
+    require_control(control)
     max_norm = require_max_norm(max_norm)
     optimizer = _unwrapped(optimizer)
     kind = type(optimizer).__name__

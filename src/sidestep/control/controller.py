@@ -217,3 +217,10 @@ class GradientControl:
         another format or a missing counter.
         """
         self.core.load_state_dict(state)
+
+
+def require_control(control: Any) -> GradientControl:
+    """Raises ValueError for anything but a GradientControl."""
+    if not isinstance(control, GradientControl):
+        raise ValueError(f"control={control!r}: give a sidestep.GradientControl(...)")
+    return control

@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 
 from sidestep.control.controller import GradientControl
 from sidestep.control.decay import kept_share
-from sidestep.control.facts import Behaviour, StepFacts
 from sidestep.control.gradient_space import Asked, Outcome, act
+from sidestep.control.notes import Notes
 from sidestep.control.optimizer_names import OptimizerNames
 from sidestep.control.record import ControlRecord
 from sidestep.control.running_step import RunningStep, calling_frame, is_in_backward
@@ -45,7 +45,7 @@ class Where:
     process_group: ProcessGroup | None
 
 
-class ControlHandle:
+class ControlHandle(Notes):
     """A control at work in an optimizer; made by `attach`.
 
     optimizer: the torch optimizer it is in.
@@ -60,13 +60,12 @@ class ControlHandle:
         names: OptimizerNames,
         where: Where,
     ) -> None:
-        self.control = control
+        super().__init__(control)
         self.last: ControlRecord | None = None
         self.optimizer = optimizer
         self._max_norm = max_norm
         self._names = names
         self._where = where
-        self._notes: dict[str, Any] = {}
         self._passes_over = False
         self._step: RunningStep | None = None
         # Not traced by torch.compile: it would compile the control and break it into pieces.
@@ -75,34 +74,15 @@ class ControlHandle:
             optimizer.register_step_pre_hook(uncompiled(self._before_step)),
             optimizer.register_step_post_hook(uncompiled(self._after_step)),
         )
+        # First of all, so that a scheduler in another hook sees the learning rate it set, not a
+        # damped one, and others the weights that stay.
+        post_hooks: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict
+        post_hooks.move_to_end(self._hooks[1].id, last=False)
         self._act_uncompiled: Callable[[RunningStep], None] = uncompiled(self._act)
         # deepcopy drops hooks without a word; an attribute of the instance is what copy.deepcopy
         # asks first.
         vars(optimizer)["__deepcopy__"] = self._copy_optimizer
         _controls_in_use.add(control)
-
-    def note(
-        self,
-        *,
-        batch: int | str | None = None,
-        lag: float | None = None,
-        drift: float | None = None,
-        behaviour: Behaviour | None = None,
-        expected: float | None = None,
-    ) -> None:
-        """Say what the coming `step()` is made of, and only that one; see `GradientControl.apply`.
-
-        Behaviour weights are held until that step.
-        """
-        StepFacts(batch, lag, drift, behaviour, expected)  # a wrong one is refused here
-        said = {
-            "batch": batch,
-            "lag": lag,
-            "drift": drift,
-            "behaviour": behaviour,
-            "expected": expected,
-        }
-        self._notes.update({key: value for key, value in said.items() if value is not None})
 
     def pass_over(self, passes: bool = True) -> None:
         """Say that the coming `step()` has no gradients on purpose (a batch without a signal).
@@ -111,14 +91,6 @@ class ControlHandle:
         takes it back.
         """
         self._passes_over = passes
-
-    def state_dict(self) -> dict[str, Any]:
-        """The control's state (the optimizer's own state_dict does not hold it)."""
-        return self.control.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the control's state; see `GradientControl.load_state_dict`."""
-        self.control.load_state_dict(state)
 
     def detach(self) -> None:
         """Take the control out: the optimizer is as if it had never been attached.
@@ -138,6 +110,11 @@ class ControlHandle:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         frame = calling_frame()
         if self._step is not None and self._step.takes_in(frame):
+            if self._step.in_closure:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}: its closure calls step() of the same optimizer; "
+                    "control decides on whole steps: let the closure only compute gradients"
+                )
             return None  # step() of a subclass called super().step(): the same step
         self._put_back()  # a step that raised never came to its post-hook
         if is_in_backward():
@@ -180,7 +157,11 @@ class ControlHandle:
                     f"{type(self.optimizer).__name__} calls its closure more than once in a step: "
                     "control needs one gradient per step and cannot be attached to it"
                 )
-            loss = closure()
+            step.in_closure = True
+            try:
+                loss = closure()
+            finally:
+                step.in_closure = False
             self._act_uncompiled(step)
             return loss
 
@@ -193,7 +174,7 @@ class ControlHandle:
             self._passes_over = False
             return
         step.unscale(self.optimizer)
-        notes, self._notes = self._notes, {}
+        notes = self.take_notes()
         control = self.control
         control.ranks = ranks = control.ranks.on(self._where.process_group)
         named, where = [*self._names], self._where

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -30,6 +30,10 @@ class OptimizerNames:
         self._told = named_parameters is None
         if named_parameters is None:
             return
+        if isinstance(named_parameters, Mapping):
+            named_parameters = named_parameters.items()
+        if callable(named_parameters):
+            raise ValueError("named_parameters is a function: call it, model.named_parameters()")
         for name, parameter in named_parameters:
             self._given.setdefault(id(parameter), (weakref.ref(parameter), name))
         for i, group in enumerate(optimizer.param_groups):

@@ -25,6 +25,7 @@ class RunningStep:
 
     frames: list[FrameType]
     acted: bool = False
+    in_closure: bool = False
     grads: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
     rates: list[tuple[dict[str, Any], Any, Any]] = field(default_factory=list)
     updates: Updates | None = None

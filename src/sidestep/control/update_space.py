@@ -27,7 +27,7 @@ from sidestep.control.gradient_space import (
 )
 from sidestep.control.kernels import project_
 from sidestep.control.parameters import rounding_unit
-from sidestep.control.plan import clip_factor
+from sidestep.control.plan import clip_factor, whole_norm
 from sidestep.control.record import ControlRecord
 from sidestep.control.recording import make_record, unjudged_record
 from sidestep.control.regimes import Decision
@@ -144,8 +144,9 @@ def _write(core: Core, updates: Updates, judged: Judged) -> set[str] | None:
 
     An update that is not finite is undone where the control may act: the copies are at hand.
     """
-    keep = judged.whole.finite and judged.whole.gg > 0.0
     keeps_raw = core.settings.snapshot == "raw"
+    moves = keeps_raw or whole_norm(judged.plans) != 0.0  # 0: damped away, and says nothing
+    keep = judged.whole.finite and judged.whole.gg > 0.0 and moves
     for name, plan in judged.plan_by_name().items():
         if name not in updates.copies:
             continue

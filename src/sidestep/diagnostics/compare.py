@@ -33,6 +33,7 @@ WITHOUT_EFFECT = (
     "rollout.timeout_s",
     "log.sinks",
     "log.project",
+    "train.numerics_every",
 )
 # Of [task], these leave the rewards of training what they are.
 TASK_WITHOUT_EFFECT = ("task.eval_path", "task.eval_size", "task.overlong_tokens")
@@ -145,8 +146,15 @@ def group_runs(runs: Sequence[RunData]) -> tuple[list[RunGroup], list[str]]:
         own = {name: values.get(name) for name in differing}
         label = _label(own)
         chosen[label] = own
-        members.setdefault(label, {}).setdefault(int(run.config.get("seed", 0)), []).append(run)
+        members.setdefault(label, {}).setdefault(_seed(run), []).append(run)
     return [RunGroup(label, chosen[label], members[label]) for label in members], differing
+
+
+def _seed(run: RunData) -> int:
+    seed = run.config.get("seed", 0)
+    if not isinstance(seed, int):
+        raise UsageError(f"{run.path}: seed = {seed!r} in its config.toml is no whole number")
+    return seed
 
 
 def _settings(run: RunData) -> dict[str, Any]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sidestep.diagnostics.jsonl import read_rows
+from sidestep.diagnostics.metrics import find_metric
 from sidestep.errors import UsageError
 from sidestep.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, GROUPS_FILE, METRICS_FILE
 
@@ -73,9 +75,27 @@ def read_run(run_dir: Path | str) -> RunData:
         raise UsageError(f"{path / ENVIRONMENT_FILE} is not JSON: {error}") from error
     return RunData(
         path=path,
-        rows=tuple(read_rows(path / METRICS_FILE)),
+        rows=tuple(_checked(row, path / METRICS_FILE) for row in read_rows(path / METRICS_FILE)),
         groups=tuple(read_rows(path / GROUPS_FILE)),
         config_text=config_text,
         config=config,
         environment=environment,
     )
+
+
+def _checked(row: dict[str, Any], path: Path) -> dict[str, Any]:
+    """A row whose numbers are finite or None. Raises UsageError for one that holds something else
+    than a number where the table has one.
+    """
+    for name, value in row.items():
+        metric = find_metric(name)
+        if value is None or metric is None or metric.kind != "number":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UsageError(
+                f"{path}: {name} = {value!r} in step {row.get('step')} is no number: mend or "
+                f"delete that line"
+            )
+        if not math.isfinite(value):
+            row = {**row, name: None}
+    return row

@@ -104,7 +104,7 @@ class EmbeddedEngine:
                 f"engine process {self.pid} was not ready after {self._start_timeout_s:g} s"
                 f"{self._last_words()}"
             ) from error
-        except BaseException:
+        except BaseException:  # cancelled too: no process is left behind
             await self.close()
             raise
 

@@ -5,5 +5,5 @@
 - deepspeed.py, megatron.py attach(engine or optimizer, control): gradients that are not in p.grad
 - auto.py                   any other trainer: the first policy optimizer that steps
 - hosts.py                  is the host's version known, is the place still there
-- records.py, notes.py      what handles share
+- records.py                what becomes of records
 """

@@ -51,7 +51,7 @@ from torch.optim.optimizer import (
 
 from sidestep.control.attach import ControlHandle, attach
 from sidestep.control.checks import require_count
-from sidestep.control.controller import GradientControl
+from sidestep.control.controller import GradientControl, require_control
 from sidestep.control.facts import require_max_norm
 from sidestep.control.handle import handle_of
 from sidestep.control.record import ControlRecord
@@ -135,11 +135,11 @@ class _Choice:
     def takes(self, optimizer: Optimizer, attached: bool) -> bool:
         if optimizer in self._seen:
             return False
-        self._seen.add(optimizer)
         self.has_seen = True
         reason = _why_not(optimizer)
         if reason is None and self._select is not None and not self._select(optimizer):
             reason = "select() refuses it"
+        self._seen.add(optimizer)  # not before: a select() that raises is asked again
         if reason is None and attached:
             reason = "the control is attached to another one; nth= or select= choose"
         if reason is None and self._to_pass > 0:
@@ -183,9 +183,10 @@ def enable(
         raise ValueError("sidestep.integrations.auto is enabled already: disable() it first")
     if isinstance(select, str):
         select = _imported(select)
-    records = RecordLog(log if log is not None else os.environ.get("SIDESTEP_LOG"))
+    records = RecordLog(log if log is not None else os.environ.get("SIDESTEP_LOG") or None)
     choice = _Choice(select, nth)
-    _enabled = Auto(control or GradientControl(), max_norm, records, choice, local_parameters)
+    control = GradientControl() if control is None else require_control(control)
+    _enabled = Auto(control, max_norm, records, choice, local_parameters)
     return _enabled
 
 
@@ -265,7 +266,10 @@ def _imported(place: str) -> Select:
     module, colon, name = place.partition(":")
     if not colon:
         raise ValueError(f"select={place!r} must be 'module:function'")
-    found = getattr(import_module(module), name, None)
+    try:
+        found = getattr(import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"select={place!r}: {error}") from error
     if not callable(found):
         raise ValueError(f"select={place!r}: {module} has no function {name!r}")
     return found  # type: ignore[no-any-return]

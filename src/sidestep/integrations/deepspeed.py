@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from sidestep.control.controller import GradientControl
+from sidestep.control.controller import GradientControl, require_control
 from sidestep.control.facts import require_max_norm
+from sidestep.control.notes import Notes
 from sidestep.control.record import ControlRecord
 from sidestep.integrations.hosts import Host
-from sidestep.integrations.notes import Notes
 from sidestep.integrations.records import RecordLog
 
 HOST = Host("deepspeed", oldest="0.19.8", tested="0.19.8")
@@ -68,6 +68,7 @@ def attach(
     ZeRO; fp16 (gradients are scaled), tensor parallelism, CPU offload under ZeRO-1 and 2 (its norm
     is taken during backward); two clippings; space="update"; an engine that has a control.
     """
+    require_control(control)
     require_max_norm(max_norm)
     HOST.require("deepspeed")
     optimizer = getattr(engine, "optimizer", None)

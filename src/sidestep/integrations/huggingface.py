@@ -21,6 +21,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from sidestep.control.alarm import AlarmState
 from sidestep.control.record import ControlRecord
 from sidestep.errors import CheckpointError
+from sidestep.integrations.records import log_numbers
 
 FORMAT = 1
 STATE_FILE = "sidestep_control.json"
@@ -102,23 +103,10 @@ class StepLog:
 
     def add(self, record: ControlRecord, alarm: AlarmState, lags: list[int]) -> None:
         """lags: of the samples of this step; empty where they are not known."""
-        known = {
-            "align/cosine": record.cosine,
-            "align/cosine_applied": record.cosine_applied,
-            "align/cosine_within_batch": record.cosine_within_batch,
-            "align/excess": record.excess,
-            "align/projected": float(record.regime == "project"),
-            "align/damped": float(record.regime == "damp"),
-            "align/skipped": float(record.regime == "skip"),
-            "align/skips_in_a_row": float(record.skips_in_a_row),
-            "grad/norm_raw": record.norm_gradient,
-            "grad/norm_applied": record.norm_applied,
-            "grad/clip_factor": record.clip_factor,
-            "alarm/raised": float(alarm.level == "alarm"),
-            "lag/mean": statistics.fmean(lags) if lags else None,
-            "lag/max": float(max(lags)) if lags else None,
-        }
-        self.numbers.append({name: x for name, x in known.items() if x is not None})
+        numbers = log_numbers(record, alarm)
+        if lags:
+            numbers |= {"lag/mean": statistics.fmean(lags), "lag/max": float(max(lags))}
+        self.numbers.append(numbers)
         texts = {
             "align/regime": record.regime,
             "align/reason": record.reason,
@@ -165,9 +153,9 @@ def read_state(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]] |
     if not path.exists():
         return None
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
+        state = dict(json.loads(path.read_text(encoding="utf-8")))
         tensors = load_file(folder / TENSOR_FILE)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, TypeError, ValueError, SafetensorError) as error:
         raise CheckpointError(
             f"{path}: the control's state cannot be read ({error!r}): delete this file to go on "
             "without it"

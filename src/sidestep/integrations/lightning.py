@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 
 from sidestep.control.alarm import Alarm, AlarmState
 from sidestep.control.attach import ControlHandle, attach
-from sidestep.control.controller import GradientControl
-from sidestep.control.facts import Behaviour, require_max_norm
+from sidestep.control.controller import GradientControl, require_control
+from sidestep.control.facts import require_max_norm
 from sidestep.control.record import ControlRecord
+from sidestep.integrations.records import log_numbers
 
 __all__ = ["SidestepCallback"]
 
@@ -86,7 +87,7 @@ class SidestepCallback(_Callback):  # type: ignore[misc]  # Any: Lightning need 
         alarm: Alarm | None = None,
         on_record: Callable[[ControlRecord], None] | None = None,
     ) -> None:
-        self.control = GradientControl() if control is None else control
+        self.control = GradientControl() if control is None else require_control(control)
         self.handle: ControlHandle | None = None
         self.last: ControlRecord | None = None
         self._max_norm = require_max_norm(max_norm)
@@ -98,21 +99,13 @@ class SidestepCallback(_Callback):  # type: ignore[misc]  # Any: Lightning need 
         self._is_first_rank = True
         self._logged: ControlRecord | None = None
 
-    def note(
-        self,
-        *,
-        batch: int | str | None = None,
-        lag: float | None = None,
-        drift: float | None = None,
-        behaviour: Behaviour | None = None,
-        expected: float | None = None,
-    ) -> None:
-        """Say what the coming optimizer step is made of, for example in `training_step`; see
-        `GradientControl.apply`.
+    def note(self, **facts: Any) -> None:
+        """Say what the coming optimizer step is made of, for example in `training_step`:
+        `ControlHandle.note`.
         """
         if self.handle is None:
             raise ValueError("note: the callback is attached while fit() runs, and only then")
-        self.handle.note(batch=batch, lag=lag, drift=drift, behaviour=behaviour, expected=expected)
+        self.handle.note(**facts)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         _require_supported(trainer, self._max_norm)
@@ -136,7 +129,7 @@ class SidestepCallback(_Callback):  # type: ignore[misc]  # Any: Lightning need 
         if self.last is None or self.last is self._logged:
             return  # gradients were accumulated, or GradScaler found infinities
         self._logged = self.last
-        pl_module.log_dict(_numbers(self.last, self._alarm_state), on_step=True, on_epoch=False)
+        pl_module.log_dict(log_numbers(self.last, self._alarm_state), on_step=True, on_epoch=False)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._detach()
@@ -199,21 +192,3 @@ def _require_supported(trainer: Any, max_norm: float | None) -> None:
             f"SidestepCallback(max_norm={max_norm}) with gradient_clip_val="
             f"{trainer.gradient_clip_val} in the trainer would clip twice: leave one of them out"
         )
-
-
-def _numbers(record: ControlRecord, alarm: AlarmState) -> dict[str, float]:
-    known = {
-        "align/cosine": record.cosine,
-        "align/cosine_applied": record.cosine_applied,
-        "align/cosine_within_batch": record.cosine_within_batch,
-        "align/excess": record.excess,
-        "align/projected": record.regime == "project",
-        "align/damped": record.regime == "damp",
-        "align/skipped": record.regime == "skip",
-        "align/skips_in_a_row": record.skips_in_a_row,
-        "grad/norm_raw": record.norm_gradient,
-        "grad/norm_applied": record.norm_applied,
-        "grad/clip_factor": record.clip_factor,
-        "alarm/raised": alarm.level == "alarm",
-    }
-    return {name: float(number) for name, number in known.items() if number is not None}

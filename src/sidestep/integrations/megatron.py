@@ -23,10 +23,10 @@ from typing import Any
 
 from torch import Tensor
 
-from sidestep.control.controller import GradientControl
+from sidestep.control.controller import GradientControl, require_control
 from sidestep.control.facts import require_max_norm
+from sidestep.control.notes import Notes
 from sidestep.control.record import ControlRecord
-from sidestep.integrations.notes import Notes
 from sidestep.integrations.records import RecordLog
 
 # What is used of it: megatron-core 0.16.1, megatron/core/optimizer/optimizer.py.
@@ -62,6 +62,7 @@ def attach(
     precision-aware optimizer or Megatron-FSDP (gradients are elsewhere); chained optimizers whose
     norms are summed over different ranks (use the distributed optimizer).
     """
+    require_control(control)
     require_max_norm(max_norm)
     kind = type(optimizer).__name__
     parts = _parts(optimizer)

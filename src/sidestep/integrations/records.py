@@ -1,4 +1,4 @@
-"""Where the records of a control go in a host that has no place for them."""
+"""What becomes of the records of a control: numbers for a host's log, or a file of their own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from sidestep.control.alarm import Alarm
+from sidestep.control.alarm import Alarm, AlarmState
 from sidestep.control.record import ControlRecord
 
 _log = logging.getLogger(__name__)
@@ -45,9 +45,12 @@ class RecordLog:
         if self._path is None:
             return
         row = {**record.as_dict(), "alarm": state.level, "alarm_reason": state.reason}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, allow_nan=False) + "\n")
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row, allow_nan=False) + "\n")
+        except OSError as error:  # a full disk is no reason to end somebody's training
+            _log.warning("sidestep: no more records, %s: %s", self._path, error.strerror)
+            self._path = None
 
 
 def _require_writable(path: Path) -> None:
@@ -59,6 +62,27 @@ def _require_writable(path: Path) -> None:
             f"log={str(path)!r}: cannot be written ({error.strerror}): give another file (for "
             "sidestep.integrations.auto also SIDESTEP_LOG)"
         ) from error
+
+
+def log_numbers(record: ControlRecord, alarm: AlarmState) -> dict[str, float]:
+    """The numbers of a step for a host's own log, by the names of metrics.jsonl where it has them;
+    those that do not exist are left out.
+    """
+    known = {
+        "align/cosine": record.cosine,
+        "align/cosine_applied": record.cosine_applied,
+        "align/cosine_within_batch": record.cosine_within_batch,
+        "align/excess": record.excess,
+        "align/projected": record.regime == "project",
+        "align/damped": record.regime == "damp",
+        "align/skipped": record.regime == "skip",
+        "align/skips_in_a_row": record.skips_in_a_row,
+        "grad/norm_raw": record.norm_gradient,
+        "grad/norm_applied": record.norm_applied,
+        "grad/clip_factor": record.clip_factor,
+        "alarm/raised": alarm.level == "alarm",
+    }
+    return {name: float(number) for name, number in known.items() if number is not None}
 
 
 def rank() -> int:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sidestep.control.attach import ControlHandle, attach
-from sidestep.control.controller import GradientControl
+from sidestep.control.controller import GradientControl, require_control
 from sidestep.control.facts import require_max_norm
 from sidestep.integrations.hosts import Host, Patches
 from sidestep.integrations.records import RecordLog
@@ -107,6 +107,7 @@ def install(
     the one optimizer inside it); and, when a container is built, for one that steps inside
     backward.
     """
+    require_control(control)
     require_max_norm(max_norm)
     settings = control.settings
     if settings.space == "update" or settings.above == "damp":

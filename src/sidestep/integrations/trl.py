@@ -24,7 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from sidestep.control.alarm import Alarm, AlarmState
 from sidestep.control.attach import ControlHandle, attach
-from sidestep.control.controller import GradientControl
+from sidestep.control.controller import GradientControl, require_control
 from sidestep.control.facts import require_max_norm
 from sidestep.control.record import ControlRecord
 from sidestep.control.sharding import is_sharded
@@ -70,7 +70,7 @@ class SidestepCallback(TrainerCallback):
         alarm: Alarm | None = None,
     ) -> None:
         require_max_norm(max_norm)
-        self.control = GradientControl() if control is None else control
+        self.control = GradientControl() if control is None else require_control(control)
         self.handle: ControlHandle | None = None
         self.last: ControlRecord | None = None
         self._max_norm = max_norm

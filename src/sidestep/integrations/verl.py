@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from sidestep.control.attach import ControlHandle, attach
-from sidestep.control.controller import GradientControl
+from sidestep.control.controller import GradientControl, require_control
 from sidestep.control.facts import require_max_norm
 from sidestep.integrations.hosts import Host, Patches
 from sidestep.integrations.records import RecordLog
@@ -136,6 +136,7 @@ def install(
     Raises ImportError without verl; ValueError for a version or a place that has changed, and at
     the first step for two clippings.
     """
+    require_control(control)
     require_max_norm(max_norm)
     module = HOST.require(_MODULE)
     engine_class = getattr(module, "FSDPEngine", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -62,7 +63,7 @@ class Study(Section):
     best that a run has to reach.
     """
 
-    name: str = Field(pattern=r"^[\w.-]+$")
+    name: str = Field(pattern=r"^\w[\w.-]*$")
     seeds: list[int] = Field(min_length=1)
     pilot_seeds: list[int] = Field(default_factory=list)
     lags: list[int] = Field(min_length=1)
@@ -96,8 +97,7 @@ class Study(Section):
                         raise ValueError(
                             f"{where}.{section}.{key} is set by the study: leave it out"
                         )
-        slugs = [slug(name) for name in (*self.methods, *self.tasks)]
-        _distinct("names of methods and tasks (as folders)", slugs)
+        _check_names((*self.methods, *self.tasks))
         return self
 
 
@@ -116,6 +116,15 @@ def _check_method(name: str, method: Method, study: Study) -> None:
         unknown = [value for value in getattr(method, axis) or () if value not in whole]
         if unknown:
             raise ValueError(f"methods.{name}.{axis}: {unknown[0]!r} is not in the study's {axis}")
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """Names are folders as well."""
+    slugs = [slug(name) for name in names]
+    for name, folder in zip(names, slugs, strict=True):
+        if not folder.strip("."):
+            raise ValueError(f"{name!r} is no name for a method or task: it is a folder, too")
+    _distinct("names of methods and tasks (as folders)", slugs)
 
 
 def _distinct(what: str, values: list[Any]) -> None:

@@ -27,7 +27,7 @@ class Cell:
     @property
     def id(self) -> str:
         """Its folder under `cells/`."""
-        place = f"lag{self.lag}-lr{self.learning_rate:g}-seed{self.seed}"
+        place = f"lag{self.lag}-lr{self.learning_rate}-seed{self.seed}"
         return f"{slug(self.task)}/{slug(self.method)}/{place}"
 
     def at(self, method: str) -> Cell:

@@ -66,8 +66,18 @@ class Result:
 def read_result(cell: Cell, folder: Path) -> Result:
     """Read a finished cell. Raises UsageError for a folder that is none."""
     run = read_run(folder)
-    content = json.loads((folder / OUTCOME_FILE).read_text(encoding="utf-8"))
-    outcome = Outcome(content["error"], float(content["update_length"]))
+    again = "delete that folder to run the cell again"
+    try:
+        content = json.loads((folder / OUTCOME_FILE).read_text(encoding="utf-8"))
+        outcome = Outcome(content["error"], float(content["update_length"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{folder / OUTCOME_FILE} cannot be read ({error!r}): {again}") from error
+    num_steps = run.setting("train.steps")
+    if outcome.error is None and len(run.rows) != num_steps:
+        raise UsageError(
+            f"{folder}: metrics.jsonl has {len(run.rows)} of {num_steps} steps, though the cell "
+            f"was finished: {again}"
+        )
     return Result(cell, make_row(cell, run, outcome), run)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,18 +42,15 @@ def make_task(config: TaskConfig) -> FullTask:
         train=as_chat(split.train, chat=config.chat, system_prompt=config.system_prompt),
         held_out=as_chat(split.held_out, chat=config.chat, system_prompt=config.system_prompt),
     )
-    rewards: list[Reward] = []
-    try:
-        rewards.extend(
-            _reward(name, config, split, answer_of, gym, functions) for name in config.reward_names
-        )
+    with ExitStack() as if_one_fails:
+        rewards: list[Reward] = []
+        for name in config.reward_names:
+            rewards.append(_reward(name, config, split, answer_of, gym, functions))
+            if_one_fails.callback(rewards[-1].close)
         math = next((reward for reward in rewards if isinstance(reward, MathReward)), None)
         if math is not None:
             split = _without_unreadable(split, math)
-    except BaseException:
-        for reward in rewards:
-            reward.close()
-        raise
+        if_one_fails.pop_all()
     weights = config.reward_weights or [1.0] * len(rewards)
     return RewardedTask(split.train, split.held_out, rewards, weights, split.notices)
 

@@ -120,6 +120,8 @@ class FunctionReward:
             raise self._fault(f"returned the text {shorten(str(value))}, not a number", example)
         try:
             reward = float(value)
+        except OverflowError as error:  # an int beyond float64
+            raise self._fault("returned a number too large for a float", example) from error
         except (TypeError, ValueError) as error:
             told = f"returned {shorten(str(value))} ({type(value).__name__}), not a number"
             raise self._fault(told, example) from error

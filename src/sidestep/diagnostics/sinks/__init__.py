@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -61,19 +62,18 @@ def open_sinks(
     """
     opened: list[Sink] = []
     identities = _read_identities(run_dir) if resume_step is not None else {}
-    for name in names:
-        try:
+    with ExitStack() as if_one_fails:
+        for name in names:
             if name == "tensorboard":
-                opened.append(EventFile(run_dir / TENSORBOARD_FOLDER, purge_step=resume_step))
-                continue
-            run = SinkRun(run_dir, project, config, identities.get(name))
-            sink, identities[name] = _opener(name)(run)
+                sink: Sink = EventFile(run_dir / TENSORBOARD_FOLDER, purge_step=resume_step)
+            else:
+                run = SinkRun(run_dir, project, config, identities.get(name))
+                sink, identities[name] = _opener(name)(run)
+            if_one_fails.push(close_on_exit(sink))
             opened.append(sink)
-            _write_identities(run_dir, identities)
-        except BaseException:
-            for sink in opened:
-                sink.close(failed=True)
-            raise
+            if name != "tensorboard":
+                _write_identities(run_dir, identities)
+        if_one_fails.pop_all()
     return opened
 
 

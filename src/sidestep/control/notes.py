@@ -1,4 +1,4 @@
-"""What a handle of an adapter has that cannot use `sidestep.attach`: notes and state."""
+"""What every handle of a control has: notes about the coming step, and the control's state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sidestep.control.facts import Behaviour, StepFacts
 
 
 class Notes:
-    """Facts about the coming step, and the control's state, as `ControlHandle` has them."""
+    """Facts about the coming step, said once, and the control's state."""
 
     def __init__(self, control: GradientControl) -> None:
         self.control = control
@@ -25,7 +25,10 @@ class Notes:
         behaviour: Behaviour | None = None,
         expected: float | None = None,
     ) -> None:
-        """Say what the coming step is made of, and only that one; see `GradientControl.apply`."""
+        """Say what the coming step is made of, and only that one; see `GradientControl.apply`.
+
+        Behaviour weights are held until that step.
+        """
         StepFacts(batch, lag, drift, behaviour, expected)  # a wrong one is refused here
         said = {
             "batch": batch,
@@ -42,9 +45,11 @@ class Notes:
         return notes
 
     def state_dict(self) -> dict[str, Any]:
-        """The control's state, of this rank; the host's checkpoints do not hold it."""
+        """The control's state, of this rank. Neither the optimizer's own state_dict nor a host's
+        checkpoints hold it, but where its integration says so.
+        """
         return self.control.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; see `GradientControl.load_state_dict`."""
+        """Load the control's state; see `GradientControl.load_state_dict`."""
         self.control.load_state_dict(state)

@@ -21,10 +21,20 @@ def make_study(**changes):
     return Study.model_validate(values | changes)
 
 
-def make_result(cell, rewards, *, update_length=0.0, error=None, columns=None, planned=None):
-    """update_length: mean per sample."""
+def make_result(
+    cell,
+    rewards,
+    *,
+    update_length=0.0,
+    error=None,
+    columns=None,
+    planned=None,
+    cpu_s=1.0,
+    train_cpu_s=1.0,
+):
+    """update_length: mean per sample. cpu_s, train_cpu_s: of each step; None where not measured."""
     rows = [
-        {"step": i, "reward/mean": reward, "time/elapsed_s": float(i + 1), "time/train_s": 1.0}
+        {"step": i, "reward/mean": reward, "time/cpu_s": cpu_s, "time/train_cpu_s": train_cpu_s}
         | {name: values[i] for name, values in (columns or {}).items()}
         for i, reward in enumerate(rewards)
     ]

@@ -71,6 +71,7 @@ def test_running_a_cell_again_gives_its_row_bit_by_bit_in_another_process_too(st
         assert here.rewards == there.rewards
     rewards = [value for value in here.rewards if value is not None]
     assert len(set(rewards)) > 1  # it is no run of zeros that is equal to itself
+    assert 0.0 < here.row["train_cpu_s"] * here.row["steps"] < here.row["cpu_s"]
 
 
 def test_the_update_length_is_how_far_the_weights_moved(study, tmp_path, tiny_model_dir):

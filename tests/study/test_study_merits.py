@@ -98,7 +98,29 @@ def test_samples_are_those_of_the_rate_that_is_quickest():
     curves = whole({("ours", 8, 0.1, seed): SLOW for seed in (1, 2)})
     merit = one(merits(make_study(), make_results(curves)), "ours", 8)
     assert (merit.rate_for_samples, merit.samples.mean) == (0.2, 5 * SAMPLES_A_STEP)
-    assert merit.seconds.mean == 5.0
+    assert merit.cpu_s.mean == 5.0
+
+
+def test_seconds_are_cpu_time_of_the_steps_to_the_target_or_of_the_whole_run():
+    study, target = make_study(), 5
+    curves = whole({("ours", 8, rate, 2): NEVER for rate in (0.1, 0.2)})
+    merit = one(merits(study, make_results(curves, cpu_s=2.0)), "ours", 8)
+    assert merit.cpu_s.mean == (2.0 * target + 2.0 * len(NEVER)) / 2
+
+
+def test_cost_is_cpu_time_of_training_against_the_baseline_at_the_same_place():
+    results = make_results(whole(), train_cpu_s=2.0)
+    dearer = {k: v for k, v in make_results(whole(), train_cpu_s=3.0).items() if k.method == "ours"}
+    found = merits(make_study(), results | dearer)
+    assert one(found, "ours", 8).cost == 1.5
+    assert one(found, "none", 8).cost == 1.0
+
+
+def test_runs_without_cpu_time_have_no_seconds_and_no_cost():
+    """Wall-clock time does not stand in: it measures what else the machine did."""
+    results = make_results(whole(), cpu_s=None, train_cpu_s=None)
+    merit = one(merits(make_study(), results), "ours", 8)
+    assert (merit.cpu_s, merit.cost) == (None, None)
 
 
 def test_a_failed_run_is_a_collapse_without_reward_and_is_not_left_out():
@@ -131,4 +153,10 @@ def test_a_merit_is_a_flat_row_with_the_ends_of_its_intervals():
     row = merit.flat()
     assert row["reward"] == row["reward_low"] == row["reward_high"] == 1.0
     assert row["gap_at_equal"] == 0.0
+    # Of a study cut short some have no gap: they are rows of the same table.
+    cut = make_results({("none", 0, 0.1, 1): WELL, ("ours", 8, 0.2, 1): SLOW})
+    without = one(merits(make_study(), cut), "ours", 8)
+    assert without.gap_at_equal is None
+    assert list(without.flat()) == list(row)
+    assert without.flat()["gap_at_equal_high"] is None
     assert not any(isinstance(value, dict) for value in row.values())

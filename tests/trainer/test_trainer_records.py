@@ -1,6 +1,7 @@
 """What a run asks for and what it writes down is what happened."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from local_run import LocalEngine, VowelTask, run_locally, small_config
 
 from sidestep.engines.channel import WeightChannel
 from sidestep.trainer.schedule import learning_rate_at
+from sidestep.trainer.step import Trainer
 
 
 def rows_of(path):
@@ -172,3 +174,23 @@ def test_dropped_groups_are_counted_where_they_are_recorded(tiny_model_dir, tmp_
     assert sum(row["groups/dropped"] for row in rows) == len(dropped) > 0
     generated = sum(sum(g["lengths"]) for g in rows_of(tmp_path / "run" / "groups.jsonl"))
     assert sum(row["tokens/generated"] for row in rows) == generated
+
+
+def test_cpu_time_does_not_count_waiting_as_wall_clock_time_does(
+    tiny_model_dir, tmp_path, monkeypatch
+):
+    """A step that waits a second, as it does when others have the machine, costs no more."""
+    step = Trainer._optimizer_step
+
+    def waiting(self, sample, number):
+        time.sleep(1.0)
+        return step(self, sample, number)
+
+    monkeypatch.setattr(Trainer, "_optimizer_step", waiting)
+    config = small_config(tiny_model_dir, rollout={"lag_mode": "exact"}, train={"steps": 3})
+    run_locally(config, tmp_path / "run")
+    for row in rows_of(tmp_path / "run" / "metrics.jsonl"):
+        assert row["time/train_s"] > 1.0
+        assert 0.0 < row["time/train_cpu_s"] < 1.0
+        assert row["time/train_cpu_s"] <= row["time/cpu_s"]
+    assert row["time/cpu_s"] < row["time/step_s"]

@@ -362,6 +362,17 @@ METRICS: tuple[Metric, ...] = (
         "time spent scoring completions since the row before; overlaps training",
     ),
     Metric("time/train_s", "s", "time of loss, backward, control and optimizer"),
+    Metric(
+        "time/train_cpu_s",
+        "s",
+        "CPU time of it, all threads together: steadier on a busy machine",
+    ),
+    Metric(
+        "time/cpu_s",
+        "s",
+        "CPU time of the trainer's process, all threads together, in `time/step_s`; a GPU's and "
+        "an engine process's time is not in it",
+    ),
     Metric("time/wait_for_groups_s", "s", "time the trainer waited for groups before this step"),
     Metric(
         "time/wait_for_places_s",

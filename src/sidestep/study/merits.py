@@ -6,8 +6,9 @@ both are the same, which flatters every method; the report says so.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from sidestep.diagnostics.compare import samples_per_step
@@ -47,7 +48,7 @@ class Synchronous:
 class Merit:
     """A method at a lag on a task, over the reported seeds. docs/study.md says what each is.
 
-    Lengths are mean update lengths per sample. samples, seconds, steps_to_90: of seeds that do not
+    Lengths are mean update lengths per sample. samples, cpu_s, steps_to_90: of seeds that do not
     get there, the cap or what the run had; `num_reached` and `num_reached_90` say how many do.
     """
 
@@ -67,7 +68,7 @@ class Merit:
     rate_for_samples: float
     samples: Interval
     samples_ratio: float | None
-    seconds: Interval | None
+    cpu_s: Interval | None
     num_reached: int
     steps_to_90: Interval
     num_reached_90: int
@@ -76,14 +77,18 @@ class Merit:
     cost: float | None
 
     def flat(self) -> dict[str, Any]:
-        """One value a column; an interval has three."""
+        """One value a column; an interval has three, also one that does not exist: the columns are
+        the same for every merit.
+        """
         columns: dict[str, Any] = {}
-        for name, value in asdict(self).items():
-            if isinstance(value, dict):
-                columns |= {name: value["mean"], f"{name}_low": value["low"]}
-                columns[f"{name}_high"] = value["high"]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if "Interval" in str(field.type):
+                ends = (None, None, None) if value is None else (value.mean, value.low, value.high)
+                names = (field.name, f"{field.name}_low", f"{field.name}_high")
+                columns |= zip(names, ends, strict=True)
             else:
-                columns[name] = value
+                columns[field.name] = value
         return columns
 
 
@@ -198,7 +203,7 @@ def _merit(place: _Place, reference: Synchronous) -> Merit | None:
         rate_for_samples=quickest,
         samples=interval(samples),
         samples_ratio=None if reference.samples is None else mean_samples / reference.samples,
-        seconds=_seconds(at_quickest, reference),
+        cpu_s=_cpu_seconds(at_quickest, reference),
         num_reached=sum(_reaches(result, reference) for result in at_quickest),
         steps_to_90=interval(
             [
@@ -226,14 +231,14 @@ def _capped_samples(result: Result, reference: Synchronous) -> float:
     return cap if samples is None else min(float(samples), cap)
 
 
-def _seconds(results: Sequence[Result], reference: Synchronous) -> Interval | None:
-    """Wall-clock seconds until the target, or of the whole run."""
+def _cpu_seconds(results: Sequence[Result], reference: Synchronous) -> Interval | None:
+    """CPU seconds of the steps until the target, or of the whole run; None where not all say."""
     seconds = []
     for result in results:
-        elapsed = result.run.column("time/elapsed_s")
-        steps = first_reach(result.rewards, reference.target)
-        if elapsed:
-            seconds.append(elapsed[-1] if steps is None else elapsed[steps - 1])
+        spent = result.run.column("time/cpu_s")
+        if not spent or None in spent:
+            return None
+        seconds.append(math.fsum(spent[: first_reach(result.rewards, reference.target)]))
     return interval(seconds) if seconds else None
 
 
@@ -259,10 +264,10 @@ def _stable_for_all(cells: Sequence[Result], reference: Synchronous) -> float:
 
 
 def _cost(place: _Place, cells: Iterable[Result]) -> float | None:
-    """Time of training a step as a multiple of the baseline's at the same places."""
+    """CPU time of training a step as a multiple of the baseline's at the same places."""
     ratios = []
     for result in cells:
         base = place.results.get(result.cell.at(place.study.baseline))
-        if base is not None and base.row["train_s"] and result.row["train_s"]:
-            ratios.append(result.row["train_s"] / base.row["train_s"])
+        if base is not None and base.row["train_cpu_s"] and result.row["train_cpu_s"]:
+            ratios.append(result.row["train_cpu_s"] / base.row["train_cpu_s"])
     return mean(ratios)

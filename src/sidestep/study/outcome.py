@@ -23,7 +23,7 @@ from sidestep.study.grid import Cell
 
 OUTCOME_FILE = "cell.json"
 # Of a row, these depend on the machine and the moment; the rest is bitwise reproducible.
-TIMED = ("seconds", "train_s", "generate_s", "commit")
+TIMED = ("cpu_s", "train_cpu_s", "seconds", "train_s", "generate_s", "commit")
 SIGNALS = ("align/cosine", "align/excess", "ratio/ess", "ratio/kl_behaviour", "grad/norm_raw")
 
 
@@ -133,6 +133,9 @@ def make_row(cell: Cell, run: RunData, outcome: Outcome) -> dict[str, Any]:
         "ess_lowest": min(run.values("ratio/ess"), default=None),
         "kl_highest": max(run.values("ratio/kl_behaviour"), default=None),
         "norm_highest": max(run.values("grad/norm_raw"), default=None),
+        # CPU time hardly depends on what else the machine does; wall-clock time measures that.
+        "cpu_s": math.fsum(cpu_s) if (cpu_s := run.values("time/cpu_s")) else None,
+        "train_cpu_s": mean_of("time/train_cpu_s")(run),
         "train_s": mean_of("time/train_s")(run),
         "generate_s": mean_of("time/generate_s")(run),
         "seconds": next(reversed(run.values("time/elapsed_s")), None),

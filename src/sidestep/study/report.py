@@ -32,7 +32,7 @@ MERIT_HEADERS = (
     "stability range",
     "stable for all seeds",
     "samples to target (x synchronous)",
-    "seconds",
+    "CPU seconds",
     "steps to 90 %",
     "collapsed",
     "cost of training",
@@ -169,7 +169,7 @@ def _merit_caption(reference: Synchronous) -> str:
         "Gap: reward less the synchronous run's, seed by seed. Stability range: longest mean "
         "update per sample of a run that reaches the target and does not collapse (0: none does). "
         f"Samples to the target are capped at {CAP} times the synchronous run's "
-        f"({_short(reference.cap)}) or at the length of the run. Cost: time of loss, backward, "
+        f"({_short(reference.cap)}) or at the length of the run. Cost: CPU time of loss, backward, "
         "control and optimizer as a multiple of the baseline's at the same place."
     )
 
@@ -188,7 +188,7 @@ def _merit_cells(merit: Merit) -> tuple[str, ...]:
         f"{merit.stable_for_all_seeds:.3g}",
         f"{told(merit.samples, 0)} ({ratio}; {merit.num_reached} of {merit.num_seeds}, "
         f"lr {merit.rate_for_samples:g})",
-        told(merit.seconds, 0),
+        told(merit.cpu_s, 0),
         f"{told(merit.steps_to_90, 0)} ({merit.num_reached_90} of {merit.num_seeds})",
         f"{merit.num_collapsed} of {merit.num_cells}",
         "-" if merit.cost is None else f"x {merit.cost:.2f}",

@@ -54,6 +54,7 @@ class Timings:
 
     NAMES = (
         "step_s",
+        "cpu_s",
         "reward_s",
         "wait_for_groups_s",
         "wait_for_places_s",
@@ -151,6 +152,7 @@ def step_row(
         "tokens/s": num_trained / seconds["time/step_s"],
         "time/generate_s": sum(group.generate_s for group in groups),
         "time/train_s": report.train_s,
+        "time/train_cpu_s": report.train_cpu_s,
         **seconds,
     }
 

@@ -120,7 +120,7 @@ class Run:
         if config.control.reference == "displacement":
             self.trainer.weights_of = self.channel.read
         self.started = time.monotonic() - (checkpoint.elapsed_s if checkpoint else 0.0)
-        self.step_ended = time.monotonic()
+        self.step_ended, self.step_ended_cpu = time.monotonic(), time.process_time()
 
     async def run(self) -> None:
         """Train to the last step. Raises Interrupted after a stop on request, with a checkpoint on
@@ -304,10 +304,11 @@ class Run:
     async def _after_step(self, step: int, groups: Sequence[Group], report: StepReport) -> None:
         """Record the step; hand out an evaluation and a checkpoint where they are due."""
         self._stop_if_never_finite(step, report)
-        now = time.monotonic()
+        now, cpu = time.monotonic(), time.process_time()
         self.timings.add("step_s", now - self.step_ended)
+        self.timings.add("cpu_s", cpu - self.step_ended_cpu)
         seconds = self.timings.collect() | {"time/elapsed_s": now - self.started}
-        self.step_ended = now
+        self.step_ended, self.step_ended_cpu = now, cpu
         dropped, self.dropped = self.dropped, []
         # Before any wait: rollouts go on, and what they do next is the next row's.
         due = self._is_due(self.config.train.checkpoint_every)

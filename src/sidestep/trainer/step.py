@@ -91,6 +91,7 @@ class StepReport:
     last_control: ControlRecord | None
     num_optimizer_steps: int
     train_s: float
+    train_cpu_s: float
     alarm: AlarmState | None = None
     added_to_reward: Mapping[str, float] = field(default_factory=dict)
     untrained: Mapping[str, int] = field(default_factory=dict)
@@ -150,7 +151,7 @@ class Trainer:
 
         One that is skipped, or has no trained token, leaves weights and version as they are.
         """
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         config = self.config.train
         samples = [self._sample(part) for part in mini_batches(batch, config.steps_per_batch)]
         rounding = self._numerics(batch, step)
@@ -159,7 +160,8 @@ class Trainer:
             for _ in range(config.epochs_per_batch)
             for sample in samples
         ]
-        report = _report(done, self.version, time.perf_counter() - started)
+        cpu_s = time.process_time() - cpu_started
+        report = _report(done, self.version, time.perf_counter() - started, cpu_s)
         work = work_of(batch, self.layout, config, self.device)
         return replace(report, alarm=self._alarm(report), numerics=rounding, work=work)
 
@@ -366,7 +368,9 @@ def mean_lag(lag_counts: dict[int, int]) -> float:
     return sum(lag * count for lag, count in lag_counts.items()) / total if total else 0.0
 
 
-def _report(done: Sequence[OptimizerStep], version: int, train_s: float) -> StepReport:
+def _report(
+    done: Sequence[OptimizerStep], version: int, train_s: float, train_cpu_s: float
+) -> StepReport:
     sums = sum((one.sums for one in done), LossSums())
     lag_counts = sum((Counter(one.lag_counts) for one in done), Counter())
     num_tokens = sum(lag_counts.values())
@@ -383,4 +387,5 @@ def _report(done: Sequence[OptimizerStep], version: int, train_s: float) -> Step
         last_control=records[-1] if records else None,
         num_optimizer_steps=len(done),
         train_s=train_s,
+        train_cpu_s=train_cpu_s,
     )

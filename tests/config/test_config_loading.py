@@ -155,7 +155,7 @@ def test_an_override_is_toml_or_else_text(override, section, key, value):
         (
             '[control]\nstrength = "full"\n',
             'recipe.toml:2: control.strength = "full": must be a number above 0 and at most 1 or '
-            '"secant" or "drift"',
+            '"secant", "drift" or "spring"',
         ),
         (
             "[control]\nlow = -2\n",

@@ -14,6 +14,12 @@ FORMS = {
     "displacement": {"reference": "displacement", "low": 0.0, "high": 1.0},
     "displacement, update": {"reference": "displacement", "space": "update", "low": 0.0},
     "drift": {"reference": "displacement", "space": "update", "strength": "drift", "low": 0.0},
+    "spring": {
+        "reference": "displacement",
+        "space": "update",
+        "strength": "spring",
+        "drift_scale": 1e-4,
+    },
     "secant": {"reference": "displacement", "strength": "secant"},
     "previous, update": {"space": "update", "low": 0.0, "high": 0.3},
     "by block": {"scope": "block", "low": 0.0, "high": 0.3},

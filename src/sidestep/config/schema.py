@@ -185,7 +185,7 @@ class ControlConfig(Section):
     space: Literal["gradient", "update"] = "gradient"
     low: Cosine | Literal["calibrate"] = 0.1
     high: Cosine | Literal["calibrate"] = 0.6
-    strength: Share | Literal["secant", "drift"] = 1.0
+    strength: Share | Literal["secant", "drift", "spring"] = 1.0
     residual: float | None = Field(None, ge=0.0, lt=1.0)
     scope: Literal["model", "group", "block"] = "model"
     above: Literal["skip", "damp", "project"] | None = Field(
@@ -196,6 +196,11 @@ class ControlConfig(Section):
     max_skips: int = Field(4, ge=0)
     calibrate_steps: int = Field(50, ge=1)
     secant_memory: float = Field(0.98, ge=0.0, lt=1.0)
+    spring: Share | None = Field(
+        None,
+        description="share of the displacement that strength spring takes back; absent: as "
+        "strength drift",
+    )
     snapshot: Literal["raw", "applied"] | None = Field(
         None, description="absent: raw in space gradient, applied in space update"
     )

@@ -54,6 +54,9 @@ class GradientControl:
         reference="displacement" also "drift", min(1, drift / drift_scale) with the noted drift, or
         "secant" (space="gradient"): what the curvature says is spent, at any cosine: low, high,
         above and max_skips have no use then. secant_memory: share of its means that a step keeps.
+        Or "spring" (space="update"): every step is pulled back by a share of the displacement,
+        `spring`, at any cosine; low, high, above and max_skips have no use either.
+    spring: that share, in (0, 1]. None: min(1, drift / drift_scale) with the noted drift.
     residual: instead of strength, the cosine that a projection leaves behind, in [0, low].
     above: over high "skip" (no step at all), "damp" (the step times (1 - cosine) ** damp_power) or
         "project". None: "skip" in space="gradient" and "project" in space="update", where it is too
@@ -83,6 +86,7 @@ class GradientControl:
         damp_power: float = 2.0,
         drift_scale: float = 0.1,
         secant_memory: float = 0.98,
+        spring: float | None = None,
         max_skips: int = 4,
         calibrate_steps: int = 50,
         scope: Scope = "model",
@@ -108,6 +112,7 @@ class GradientControl:
             damp_power=damp_power,
             drift_scale=drift_scale,
             secant_memory=secant_memory,
+            spring=spring,
             max_skips=max_skips,
             calibrate_steps=calibrate_steps,
             mode=effective_mode(mode),

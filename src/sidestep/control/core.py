@@ -19,7 +19,7 @@ from sidestep.control.facts import StepFacts
 from sidestep.control.geometry import Pair, Products, Ranks, total
 from sidestep.control.plan import Plan, make_plan
 from sidestep.control.reference import ExponentialMean, Previous, Reference
-from sidestep.control.regimes import Decision, decide, decide_by_secant
+from sidestep.control.regimes import Decision, decide, decide_by_secant, decide_by_spring
 from sidestep.control.scopes import ScopeState
 from sidestep.control.secant import Secant, plain_name
 from sidestep.control.settings import Settings
@@ -249,6 +249,8 @@ class Core:
             return Decision("pass", "same batch")
         if self.settings.uses_secant:
             return decide_by_secant(measured, state.curvature.value)
+        if self.settings.uses_spring:
+            return decide_by_spring(self.settings, judging.facts.drift or 0.0)
         thresholds = state.calibration.thresholds
         if thresholds is None:
             state.calibration.observe(cosine, judging.facts.lag)

@@ -209,10 +209,11 @@ def _keep_and_clip(core: Core, name: str, parameter: Tensor, grad: Tensor, clip:
 def _require_notes(core: Core, facts: StepFacts) -> None:
     """Raise ValueError for what the strength needs and the host did not say."""
     settings = core.settings
-    if settings.strength == "drift" and facts.drift is None:
+    if settings.needs_drift and facts.drift is None:
+        other = ", or give spring a number" if settings.uses_spring else ""
         raise ValueError(
-            "strength='drift' needs the drift of every step: note(drift=...), mean |ratio - 1| of "
-            "its tokens"
+            f"strength={settings.strength!r} needs the drift of every step: note(drift=...), mean "
+            f"|ratio - 1| of its tokens{other}"
         )
     if settings.uses_secant and facts.behaviour is None:
         raise ValueError(

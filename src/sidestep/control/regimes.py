@@ -74,6 +74,19 @@ def decide_by_secant(measured: Products, curvature: float) -> Decision:
     )
 
 
+def decide_by_spring(settings: Settings, drift: float) -> Decision:
+    """Pull back by a share k of how far the policy moved, at any cosine: u' = u - k d.
+
+    k is `spring`, or min(1, drift / drift_scale) where that is None.
+    """
+    pull = settings.spring
+    if pull is None:
+        pull = min(1.0, drift / settings.drift_scale)
+    if pull == 0.0:
+        return Decision("pass", "no drift")
+    return Decision("project", "spring", coefficient=pull)
+
+
 def removed_share(settings: Settings, cosine: float, reach: float, drift: float) -> float:
     """The share a that a projection removes: `strength`, min(1, drift / drift_scale), or what
     leaves cosine `residual`.

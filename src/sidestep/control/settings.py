@@ -34,6 +34,7 @@ _NUMBERS = (
     "damp_power",
     "drift_scale",
     "secant_memory",
+    "spring",
     "max_skips",
     "calibrate_steps",
 )
@@ -59,6 +60,7 @@ class Settings:
     damp_power: float
     drift_scale: float
     secant_memory: float
+    spring: float | None
     max_skips: int
     calibrate_steps: int
     mode: Mode
@@ -86,6 +88,7 @@ class Settings:
         require_count("calibrate_steps", self.calibrate_steps, at_least=1)
         self._check_thresholds()
         self._check_strength()
+        self._check_spring()
         self._check_residual()
         if self.space == "update" and self.above == "skip":
             raise ValueError(
@@ -101,6 +104,14 @@ class Settings:
     @property
     def uses_secant(self) -> bool:
         return self.strength == "secant"
+
+    @property
+    def uses_spring(self) -> bool:
+        return self.strength == "spring"
+
+    @property
+    def needs_drift(self) -> bool:
+        return self.strength == "drift" or (self.uses_spring and self.spring is None)
 
     def _check_thresholds(self) -> None:
         for name, cosine in (("low", self.low), ("high", self.high)):
@@ -118,7 +129,7 @@ class Settings:
 
     def _check_strength(self) -> None:
         strength = self.strength
-        number_or_word("strength", strength, ("secant", "drift"))
+        number_or_word("strength", strength, ("secant", "drift", "spring"))
         if not isinstance(strength, str):
             require_number("strength", strength)
             if not 0.0 < strength <= 1.0:
@@ -132,6 +143,23 @@ class Settings:
             raise ValueError(
                 "strength='secant' with space='update': it is a curvature of gradients: use "
                 "space='gradient'"
+            )
+
+    def _check_spring(self) -> None:
+        if self.uses_spring and self.space == "gradient":
+            raise ValueError(
+                "strength='spring' with space='gradient': it is a share of how far the policy "
+                "moved, which is no gradient: use space='update'"
+            )
+        if self.spring is None:
+            return
+        require_number("spring", self.spring)
+        if not 0.0 < self.spring <= 1.0:
+            raise ValueError(f"spring={self.spring} must be in (0, 1]")
+        if not self.uses_spring:
+            raise ValueError(
+                f"spring={self.spring} with strength={self.strength!r}: it has a meaning for "
+                "strength='spring' alone"
             )
 
     def _check_residual(self) -> None:

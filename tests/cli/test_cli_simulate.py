@@ -84,7 +84,7 @@ def test_the_help_states_the_defaults(sidestep):
     for default in (
         f"Default: {','.join(map(str, LAGS))}.",
         f"Default: {','.join(f'{lr:g}' for lr in LEARNING_RATES)}.",
-        f"Default, all: {','.join(CONTROLS)}.",
+        f"Default: {','.join(CONTROLS)}. There is spring, too.",
         f"{setting.optimizer} (default)",
         f"{setting.lag_kind} (default)",
         f"Default: {setting.momentum}.",

@@ -18,6 +18,7 @@ def run(
     high=0.3,
     max_skips=8,
     memory=0.98,
+    spring=0.2,
 ):
     """Loss after every step and cosine from the second step on; ends where the fast version does.
 
@@ -69,7 +70,7 @@ def run(
                 direction = (first / (1 - 0.9**num_updates)) / (
                     np.sqrt(second / (1 - 0.999**num_updates)) + 1e-8
                 )
-            theta = theta - lr * direction
+            theta = theta - lr * direction - {"spring": spring}.get(control, 0.0) * d
         thetas.append(theta)
         losses.append(float(0.5 * (curvature * theta * theta).sum()))
         if not losses[-1] <= 1e8:

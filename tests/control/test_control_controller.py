@@ -27,6 +27,7 @@ def test_public_signature_of_the_constructor():
         "damp_power": 2.0,
         "drift_scale": 0.1,
         "secant_memory": 0.98,
+        "spring": None,
         "max_skips": 4,
         "calibrate_steps": 50,
         "scope": "model",

@@ -10,7 +10,7 @@ from simulate_golden import GOLDEN
 from simulate_reference import run as run_plainly
 
 from sidestep.control.simulate import (
-    CONTROLS,
+    ALL_CONTROLS,
     LAG_KINDS,
     OPTIMIZERS,
     CellSummary,
@@ -25,7 +25,7 @@ from sidestep.control.simulate.lags import draw_lags
 from sidestep.control.simulate.setting import Cell
 
 LEARNING_RATE = {"sgd": 0.3, "momentum": 0.03, "adam": 0.02}
-ALL_CONTROLS = {"lags": [0, 1, 5], "lrs": [0.05, 0.4], "controls": CONTROLS, "steps": 60}
+EVERYTHING = {"lags": [0, 1, 5], "lrs": [0.05, 0.4], "controls": ALL_CONTROLS, "steps": 60}
 
 
 def test_the_default_map_is_the_prototypes_table():
@@ -42,7 +42,7 @@ def test_the_default_map_is_the_prototypes_table():
 @pytest.mark.parametrize("lag_kind", LAG_KINDS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_step_is_the_plain_versions(optimizer, lag_kind):
-    for control in CONTROLS:
+    for control in ALL_CONTROLS:
         for lag, lr in ((0, 1.0), (6, 1.0), (6, 6.0)):
             rate = lr * LEARNING_RATE[optimizer]
             common = {"dim": 7, "noise": 0.2, "seed": 3, "optimizer": optimizer, "max_skips": 3}
@@ -66,11 +66,11 @@ def test_a_cell_gets_the_same_bits_alone_and_in_a_map(optimizer):
 
 
 def test_cells_that_do_not_fit_side_by_side_get_the_same_bits(monkeypatch):
-    whole = stability_map(**ALL_CONTROLS)
+    whole = stability_map(**EVERYTHING)
     monkeypatch.setattr(stability, "_MOST_CELLS", 5)
-    assert stability_map(**ALL_CONTROLS) == whole
+    assert stability_map(**EVERYTHING) == whole
     monkeypatch.setattr(stability, "_MOST_BYTES", 1)
-    assert stability_map(**ALL_CONTROLS) == whole
+    assert stability_map(**EVERYTHING) == whole
 
 
 def test_no_more_cells_run_side_by_side_than_fit_into_memory():
@@ -254,3 +254,18 @@ def test_the_simulation_needs_no_torch():
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize("lag", [1, 8, 32])
+def test_a_spring_holds_at_any_lag_what_is_below_twice_its_pull(lag):
+    """The largest curvature is 1; without a spring lag 8 diverges from 0.19."""
+    held = simulate(lag, 0.38, "spring", spring=0.2, noise=0.0)
+    assert held.loss is not None
+    assert held.loss < 0.05 * Setting().start_loss
+    assert simulate(32, 0.5, "spring", spring=0.1, noise=0.0).loss is None
+
+
+def test_a_spring_of_one_gain_makes_stale_descent_fresh():
+    fresh = simulate(0, 0.4, dim=1, noise=0.0, steps=40, trajectory=True)
+    stale = simulate(9, 0.4, "spring", spring=0.4, dim=1, noise=0.0, steps=40, trajectory=True)
+    assert stale.losses == pytest.approx(fresh.losses, rel=1e-9)

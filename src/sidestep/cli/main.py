@@ -159,8 +159,11 @@ def simulate(
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help="Default, all: none,previous,skip,displacement,half,secant.",
+            help="Default: none,previous,skip,displacement,half,secant. There is spring, too.",
         ),
+    ] = None,
+    spring: Annotated[
+        float | None, typer.Option(help="Share that control spring takes back. Default: 0.2.")
     ] = None,
     optimizer: Annotated[
         str | None,
@@ -207,6 +210,7 @@ def simulate(
                 "steps": steps,
                 "dim": dim,
                 "noise": noise,
+                "spring": spring,
             },
             as_json=as_json,
             picture=picture,

@@ -16,6 +16,7 @@ arrays.py      what these share: products row by row, records that shrink
 """
 
 from sidestep.control.simulate.setting import (
+    ALL_CONTROLS,
     CONTROLS,
     LAG_KINDS,
     OPTIMIZERS,
@@ -27,6 +28,7 @@ from sidestep.control.simulate.summary import CellSummary, summarise
 from sidestep.control.simulate.theory import stability_edge
 
 __all__ = [
+    "ALL_CONTROLS",
     "CONTROLS",
     "LAGS",
     "LAG_KINDS",

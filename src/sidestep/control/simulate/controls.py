@@ -1,8 +1,8 @@
 """What each control takes out of a gradient. One class each, for the rows of its cells.
 
-All work on the gradient, before the optimizer. g is this step's gradient, p the one before, both
-raw; b the behaviour point whose gradient g is (with random lags: of this step's own lag); d =
-theta - b what the policy already moved since.
+All but the spring work on the gradient, before the optimizer. g is this step's gradient, p the one
+before, both raw; b the behaviour point whose gradient g is (with random lags: of this step's own
+lag); d = theta - b what the policy already moved since.
 """
 
 from __future__ import annotations
@@ -53,13 +53,22 @@ class Control(Protocol):
         """The gradient to step with, and which cells make no step (None: all step)."""
         ...
 
+    def pulled(self, seen: Seen) -> FloatArray | None:
+        """What the step that the optimizer makes is pulled back by; None: not at all."""
+        ...
+
     def keep(self, kept_N: BoolArray) -> None:
         """Forget cells that have diverged."""
         ...
 
 
+class _OnGradients(Shrinking):
+    def pulled(self, seen: Seen) -> FloatArray | None:
+        return None
+
+
 @dataclass
-class Untouched(Shrinking):
+class Untouched(_OnGradients):
     """none: g."""
 
     def applied(self, seen: Seen) -> tuple[FloatArray, BoolArray | None]:
@@ -67,7 +76,7 @@ class Untouched(Shrinking):
 
 
 @dataclass
-class Previous(Shrinking):
+class Previous(_OnGradients):
     """previous: g - (<g,p>/<p,p>) p where <g,p> > 0: the whole of what continues the same way."""
 
     def applied(self, seen: Seen) -> tuple[FloatArray, BoolArray | None]:
@@ -95,7 +104,7 @@ class Skip(Previous):
 
 
 @dataclass
-class Displacement(Shrinking):
+class Displacement(_OnGradients):
     """displacement (strength 1) and half (0.5): g - strength * share * d where the share
     <g,d>/<d,d> is negative, that is where g still pushes the way the policy has gone since.
     """
@@ -110,7 +119,7 @@ class Displacement(Shrinking):
 
 
 @dataclass
-class Secant(Shrinking):
+class Secant(_OnGradients):
     """secant: g + min(h, -share) d while the share is negative, else g + h d: the gradient at theta
     to first order, but never past zero along d. h is the curvature seen along the way the behaviour
     points moved: EMA<g - p, b - b_before> / EMA|b - b_before|^2, at least 0.
@@ -136,6 +145,19 @@ class Secant(Shrinking):
         return seen.gradient_ND + spent_N[:, None] * moved_ND, None
 
 
+@dataclass
+class Spring(Shrinking):
+    """spring: g, and the step is then pulled back by spring * d."""
+
+    spring: float
+
+    def applied(self, seen: Seen) -> tuple[FloatArray, BoolArray | None]:
+        return seen.gradient_ND, None
+
+    def pulled(self, seen: Seen) -> FloatArray | None:
+        return self.spring * (seen.theta_ND - seen.behaviour_ND)
+
+
 def _shares(gradient_ND: FloatArray, moved_ND: FloatArray) -> tuple[FloatArray, BoolArray]:
     """<g,d>/<d,d>, 0 where d is zero; and where it is not."""
     square_N = dots(moved_ND, moved_ND)
@@ -145,7 +167,7 @@ def _shares(gradient_ND: FloatArray, moved_ND: FloatArray) -> tuple[FloatArray, 
     return share_N, has_moved_N
 
 
-# By name, in the order of setting.CONTROLS: makes the control for a number of cells.
+# By name, in the order of setting.ALL_CONTROLS: makes the control for a number of cells.
 MAKERS: dict[str, Callable[[Setting, int], Control]] = {
     "none": lambda setting, n: Untouched(),
     "previous": lambda setting, n: Previous(),
@@ -153,4 +175,5 @@ MAKERS: dict[str, Callable[[Setting, int], Control]] = {
     "displacement": lambda setting, n: Displacement(1.0),
     "half": lambda setting, n: Displacement(0.5),
     "secant": lambda setting, n: Secant(setting.memory, np.zeros(n), np.zeros(n)),
+    "spring": lambda setting, n: Spring(setting.spring),
 }

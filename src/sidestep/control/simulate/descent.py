@@ -110,7 +110,7 @@ class _Descent:
         behaviour_ND = self._behaviour(step)
         gradient_ND = self._curvature_D * behaviour_ND + self._noise()
         square_N = dots(gradient_ND, gradient_ND)
-        applied_ND, skip_N = gradient_ND, None
+        applied_ND, pulled_ND, skip_N = gradient_ND, None, None
         if step > 0:
             dot_N = dots(gradient_ND, cells.gradient_ND)
             cosine_N = dot_N / (np.sqrt(square_N) * np.sqrt(cells.square_N) + _EPSILON)
@@ -125,11 +125,13 @@ class _Descent:
                 previous_square_N=cells.square_N,
                 cosine_N=cosine_N,
             )
-            applied_ND, skip_N = self._apply_controls(seen)
+            applied_ND, pulled_ND, skip_N = self._apply_controls(seen)
         cells.gradient_ND, cells.square_N = gradient_ND, square_N
         cells.behaviour_ND = behaviour_ND
         direction_ND = self._optimizer.direction(applied_ND, skip_N)
         new_ND = cells.theta_ND - cells.lr_N1 * direction_ND
+        if pulled_ND is not None:
+            new_ND -= pulled_ND
         cells.theta_ND = unless_skipped(new_ND, cells.theta_ND, skip_N)
         cells.history_NHD[:, (step + 1) % cells.history_NHD.shape[1]] = cells.theta_ND
         if skip_N is not None:
@@ -151,15 +153,22 @@ class _Descent:
         noise_ND: FloatArray = (noise * drawn / np.sqrt(dim))[self._cells.noise_N]
         return noise_ND
 
-    def _apply_controls(self, seen: Seen) -> tuple[FloatArray, BoolArray | None]:
+    def _apply_controls(self, seen: Seen) -> tuple[FloatArray, FloatArray | None, BoolArray | None]:
+        """The gradients to step with, what steps are pulled back by, and which are skipped."""
         applied_ND = np.empty_like(seen.gradient_ND)
+        pulled_ND: FloatArray | None = None
         skip_N: BoolArray | None = None
         for rows, control in self._controls:
-            applied_ND[rows], skips = control.applied(seen.rows(rows))
+            seen_here = seen.rows(rows)
+            applied_ND[rows], skips = control.applied(seen_here)
+            pulled = control.pulled(seen_here)
+            if pulled is not None:
+                pulled_ND = np.zeros_like(applied_ND) if pulled_ND is None else pulled_ND
+                pulled_ND[rows] = pulled
             if skips is not None:
                 skip_N = np.zeros(len(applied_ND), dtype=np.bool_) if skip_N is None else skip_N
                 skip_N[rows] = skips
-        return applied_ND, skip_N
+        return applied_ND, pulled_ND, skip_N
 
     def _note_losses(self, step: int) -> None:
         cells = self._cells

@@ -10,7 +10,8 @@ import numpy as np
 from sidestep.control.checks import require_choice, require_count, require_number
 from sidestep.control.simulate.arrays import FloatArray
 
-CONTROLS = ("none", "previous", "skip", "displacement", "half", "secant")
+CONTROLS = ("none", "previous", "skip", "displacement", "half", "secant")  # of the default map
+ALL_CONTROLS = (*CONTROLS, "spring")
 OPTIMIZERS = ("sgd", "momentum", "adam")
 LAG_KINDS = ("fixed", "geometric", "heavy")
 
@@ -28,6 +29,7 @@ class Setting:
     lag_kind: "fixed", or random with the cell's lag as mean: "geometric" or "heavy" (lags.py).
     high, max_skips: of "skip": the cosine above which a step is skipped, and how many in a row.
     memory: of "secant": how much of the estimate a step keeps, in [0, 1).
+    spring: of "spring": the share of the displacement that a step takes back, in (0, 1].
 
     Raises ValueError with a text that starts with "NAME=VALUE".
     """
@@ -41,6 +43,7 @@ class Setting:
     high: float = 0.3
     max_skips: int = 8
     memory: float = 0.98
+    spring: float = 0.2
 
     def __post_init__(self) -> None:
         require_count("steps", self.steps, at_least=1)
@@ -54,6 +57,9 @@ class Setting:
         _require_fraction("high", self.high)
         require_count("max_skips", self.max_skips, at_least=0)
         _require_fraction("memory", self.memory)
+        require_number("spring", self.spring, above=0.0)
+        if self.spring > 1.0:
+            raise ValueError(f"spring={self.spring!r} must be at most 1")
 
     @property
     def curvature_D(self) -> FloatArray:
@@ -78,7 +84,7 @@ class Cell:
     def __post_init__(self) -> None:
         require_count("lag", self.lag, at_least=0)
         require_number("lr", self.lr, above=0.0)
-        require_choice("control", self.control, CONTROLS)
+        require_choice("control", self.control, ALL_CONTROLS)
         require_count("seed", self.seed, at_least=0)
 
 

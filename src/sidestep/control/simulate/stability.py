@@ -7,7 +7,13 @@ from typing import Any
 
 from sidestep.control.simulate.descent import run_cells
 from sidestep.control.simulate.lags import CAP
-from sidestep.control.simulate.setting import CONTROLS, Cell, Setting, SimulationResult
+from sidestep.control.simulate.setting import (
+    ALL_CONTROLS,
+    CONTROLS,
+    Cell,
+    Setting,
+    SimulationResult,
+)
 
 LAGS = (0, 8, 32)
 LEARNING_RATES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
@@ -33,6 +39,7 @@ def simulate(
     high: float = _DEFAULT.high,
     max_skips: int = _DEFAULT.max_skips,
     memory: float = _DEFAULT.memory,
+    spring: float = _DEFAULT.spring,
     trajectory: bool = False,
 ) -> SimulationResult:
     """Stale gradient descent on a noisy quadratic from theta = 1, with one control.
@@ -41,7 +48,7 @@ def simulate(
 
     lag: steps between the weights a gradient is taken at and the step that uses it; with random
         lags their mean.
-    control: "none", "previous", "skip", "displacement", "half" or "secant".
+    control: "none", "previous", "skip", "displacement", "half", "secant" or "spring".
     trajectory: keep the loss and the cosine of every step in the result.
     The rest: see Setting.
 
@@ -58,6 +65,7 @@ def simulate(
         high=high,
         max_skips=max_skips,
         memory=memory,
+        spring=spring,
     )
     cell = Cell(lag, lr, control, seed)
     return run_cells([cell], setting, _ignore, trajectory=trajectory)[0]
@@ -75,7 +83,7 @@ def stability_map(
     """`simulate` for every combination, in the order lag, lr, control, seed (the last fastest).
 
     progress: called now and then with (steps done, steps of all cells).
-    setting: steps, dim, noise, optimizer, momentum, lag_kind, high, max_skips, memory.
+    setting: steps, dim, noise, optimizer, momentum, lag_kind, high, max_skips, memory, spring.
 
     Raises ValueError whose text starts with "NAME=VALUE"; an empty or doubled axis is one.
     """
@@ -115,7 +123,7 @@ def _chunks(cells: Sequence[Cell], setting: Setting) -> Iterator[list[Cell]]:
     cell_bytes = 8 * (slots * setting.dim + 2 * setting.steps)
     size = max(1, min(_MOST_CELLS, _MOST_BYTES // cell_bytes))
     for start in range(0, len(cells), size):
-        yield sorted(cells[start : start + size], key=lambda cell: CONTROLS.index(cell.control))
+        yield sorted(cells[start : start + size], key=lambda cell: ALL_CONTROLS.index(cell.control))
 
 
 def _require_axis(name: str, axis: Sequence[Any]) -> None:
